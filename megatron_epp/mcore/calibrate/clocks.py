@@ -26,7 +26,8 @@ class Clock(Protocol):
     def start(self, rested: bool = True) -> Any:
         """Wait for all earlier work, start timing, and return the start.
 
-        ``rested`` is whether the device may have been idle; False right after another timed op.
+        ``rested`` tells whether the device may have been idle. It is False right after another
+        timed op.
         """
 
     def seconds(self, start: Any) -> float:
@@ -66,7 +67,9 @@ class NoClock:
 
 
 class IssueClock(WallClock):
-    """Clock of the time until the host's calls return; the device is idle when the clock starts.
+    """Clock of the host's issue time: it stops when the host's calls return.
+
+    The device is idle when the clock starts.
 
     For a call that synchronises with the device, such as ``Tensor.item``, the time includes the
     wait for the device.
@@ -99,8 +102,8 @@ class DeviceClock:
             now: Function that waits for the device.
             work: Function that issues work for the device, to run before timed ops. None: the
                 device spins for some milliseconds instead.
-            repeats: How often the work runs if the device may have rested. Work may exchange data
-                with other ranks, which need the same number.
+            repeats: Number of times that the work runs if the device may have rested. Work may
+                exchange data with other ranks, which need the same number.
         """
         self._now, self._work, self._repeats = now, work, repeats
         self._spin = _HEAD_START if work is None else max(0.0, _HEAD_START - self._lead(work))
@@ -115,7 +118,7 @@ class DeviceClock:
         return time.perf_counter() - issued
 
     def start(self, rested: bool = True) -> CudaClock:
-        """Issue work for some milliseconds, then an event that starts the timing; return the clock.
+        """Give the device some milliseconds of work, then start and return a clock.
 
         While the device works, the host can issue the kernels to time. If the device may have been
         idle (``rested``), ``work`` runs ``repeats`` times, otherwise once.

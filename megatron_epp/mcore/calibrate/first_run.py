@@ -23,7 +23,8 @@ ROWS = 1024  # rows of the chunk, or half the longest document if that is less
 def run_every_kind(args: Any, models: Sequence[Any], groups: Any, rows: Any) -> None:
     """Run forward and backward of one layer of every kind, on two documents and on a slice.
 
-    Collective over the job. The function restores gradients and random states at its end.
+    All ranks of the job must call this function. It restores gradients and random states at its
+    end.
 
     Args:
         args: Megatron's arguments.

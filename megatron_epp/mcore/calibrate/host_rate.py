@@ -15,7 +15,9 @@ COPIES = 5
 
 
 def host_rate(probe: Probe, groups: Groups) -> float:
-    """Return the bytes per second that this rank copies in one direction. Collective over the job.
+    """Return the bytes per second that this rank copies in one direction, to or from host memory.
+
+    All ranks of the job must call this function.
 
     On a GPU, copies run in both directions at the same time. The function allocates host memory
     once, as offloading does, and does not time the allocation.

@@ -1,9 +1,9 @@
 """Measurement of a profile (measured cost model): seconds and bytes of this model on this device.
 
-All ranks run the same synthetic chunks at the same time, each through one layer of every kind that
-its stages have, and through the embedding and the LM head if its stages have them. So the ranks of
-a host share memory and caches, as in training. Chunks and repeats do not depend on measured times,
-so all ranks run the same number of measurements.
+All ranks run the same synthetic chunks at the same time. Each rank runs them through one layer of
+every kind that its stages have, and through the embedding and the LM head if its stages have them.
+So the ranks of a host share memory and caches, as in training. Chunks and repeats do not depend on
+measured times, so all ranks run the same number of measurements.
 """
 
 import logging
@@ -124,9 +124,9 @@ def busy_repeats(probe: Probe, layer: Layer, shape: Shape) -> int:
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
     """Return the chunks and recompute modes to measure.
 
-    The sizes of the chunks are fixed multiples and fractions of a base size, limited to 16 to
-    ``context`` tokens. The base size is the largest power of 2 from 64 to 8192 tokens that does not
-    exceed ``context``, and for which all measurements of ``layer`` take at most ``flops``
+    The sizes of the chunks are fixed multiples and fractions of a base size, but at least 16 and at
+    most ``context`` tokens. The base size is the largest power of 2 from 64 to 8192 tokens that
+    does not exceed ``context``, and for which all measurements of ``layer`` take at most ``flops``
     floating-point operations; 64 if there is none.
     """
 
@@ -160,10 +160,12 @@ def calibrate(
     split_backward: bool,
     kinds: Sequence[Sequence[str]] = (),
 ) -> Profile:
-    """Measure and fit a profile. Collective over the job.
+    """Measure and fit a profile (measured cost model).
+
+    All ranks of the job must call this function.
 
     The measurement accumulates gradients in the model and draws random numbers. Call the function
-    in the context ``probe.undisturbed``, which restores both.
+    inside the context manager ``probe.undisturbed``, which restores both.
 
     Args:
         stages: The probes of this rank's stages, first to last.
@@ -174,9 +176,9 @@ def calibrate(
             measurements to ``provenance.source``.
         split_backward: Whether plans may split B into I and W. If so, the function also measures
             split backwards. Otherwise, it predicts I and W as analytic fractions of B.
-        kinds: For each of ``stages``, the kind of each layer, by the names in ``model``; empty if
-            all layers have one kind. The function measures one kind after another. Each rank that
-            has the kind measures one layer, even if the rank has several stages.
+        kinds: For each of ``stages``, the name of each layer's kind, as in ``model``; empty if all
+            layers have one kind. The function measures one kind after another. Each rank that has
+            the kind measures one layer, even if the rank has several stages.
 
     Returns:
         The same profile on every rank.

@@ -75,7 +75,7 @@ class Shape:
         return self.pairs_within(0)
 
     def pairs_within(self, window: int) -> int:
-        """Return the number of pairs with a sliding window of ``window`` keys; 0: no window."""
+        """Return the number of query-key pairs, at most ``window`` keys per query; 0: no window."""
         return pairs_within(self.spans, window)
 
     @property
@@ -207,7 +207,7 @@ class Probe:
     def most_context(self, fraction: float) -> int:
         """Return the number of context tokens that fill ``fraction`` of the GPU's memory.
 
-        A token takes K and V of one layer twice (in the store and in a kernel) and gradients once.
+        A token takes K and V of one layer twice (store and kernel), and their gradients once.
         """
         total = torch.cuda.get_device_properties(self.device).total_memory
         channels = sum(map(math.prod, _kept_shapes(self.layer, 1)))

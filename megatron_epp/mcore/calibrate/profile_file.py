@@ -1,7 +1,7 @@
 """Cost-model files: measured profiles that are saved next to the checkpoint.
 
-Without --epp-cost-model and such a file, training measures at its start (``obtain``). ``python -m
-megatron_epp profile`` measures before training (trainer/profile_command.py).
+If there is neither such a file nor --epp-cost-model, training measures at its start (``obtain``).
+``python -m megatron_epp profile`` measures before training (trainer/profile_command.py).
 """
 
 import datetime

@@ -295,8 +295,8 @@ def limit_for(column: Column, holder: Any, of_call: bool = False) -> str | None:
     """Return the error message for the first unsupported feature that ``holder`` uses, or None.
 
     Args:
-        column: Where features must run: in ``training``, in training on a CPU-only host
-            (``no_gpu``), or in the slicing mode of external loops (``slices``).
+        column: The kind of job: ``training``, training on a CPU-only host (``no_gpu``), or the
+            slicing mode of external loops (``slices``).
         holder: Megatron's args; for ``slices``, the model of an external loop, or a call of the
             loop.
         of_call: Whether ``holder`` is a call.

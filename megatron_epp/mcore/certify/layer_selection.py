@@ -13,7 +13,8 @@ def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -
     """Return values of args with which the small model has layers of the kinds in ``args``.
 
     ``stages`` are the numbers of layers of every stage in the full model, and ``counts`` those in
-    the small model. A stage has layers of all its kinds if its number in ``counts`` suffices.
+    the small model. A stage keeps layers of all its kinds if its number in ``counts`` is at least
+    the number of these kinds.
 
     Raises:
         ValueError: A flag with one value per layer does not have a value for every layer.
@@ -61,8 +62,8 @@ def kept_layers(
     """Return the indices of the full model's layers that the small model keeps.
 
     If possible, a stage keeps at least one layer of every kind that it has. Otherwise, the function
-    selects the stage's most frequent kind first. Each next kind is the one with the most property
-    values that the selected layers of the stage lack.
+    selects the stage's most frequent kind first. It then always selects the kind with the most
+    property values that the selected layers of the stage lack.
 
     Args:
         kinds: Kind of every layer: a tuple of the properties in which layers differ.

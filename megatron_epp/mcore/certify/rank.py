@@ -78,7 +78,7 @@ class InMemory:
         """Return None, because there is no later batch."""
 
     def header(self, sample: int) -> str:
-        """Return no comment lines for recorded steps: the documents are of no corpus."""
+        """Return "": recorded steps have no comment lines, because the documents have no corpus."""
         return ""
 
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:

@@ -46,8 +46,9 @@ class ReferenceModel:
 
     The model has attention with a causal mask, and autograd computes the gradients. Its layers are
     Megatron's local layers, or Transformer Engine's layers in fp8. Some certificates need a second
-    model with the same weights (``own``), whose errors are the unit of the ranks' errors: in the
-    ranks' dtype if that is not float64, or without fp8 if an fp8 scale covers a full tensor.
+    model with the same weights (``own``). The errors of the ranks are measured relative to the
+    errors of this model. It has the ranks' dtype if that is not float64. It has no fp8 if an fp8
+    scale covers a full tensor.
     """
 
     def __init__(self, role: Role):
@@ -64,6 +65,8 @@ class ReferenceModel:
 
     def prepare(self, turn: int) -> ModelSetup:
         """Read the flags of model ``turn``, build the reference model, and return the ranks' setup.
+
+        ``turn``, modulo the number of the trial's models, is the index of the model.
 
         Raises:
             ValueError: A flag is refused or not supported.
@@ -202,7 +205,7 @@ def token_losses(
         tokens_1T: [1, tokens] Tokens of the document.
         labels_1T: [1, tokens] Labels of the document.
         mask_T: [tokens] Loss mask of the document, which MTP losses use; None: no mask.
-        rows: Multiple to which the document is padded, in tokens.
+        rows: The document is padded to a multiple of this number of tokens.
         **besides: More arguments of the model's forward.
     """
     length = tokens_1T.shape[1]

@@ -20,9 +20,9 @@ class RoutingNotes:
         self._mtp: dict[str, numpy.ndarray] = {}
 
     def before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """Return ``finalize`` (finalize_model_grads) preceded by a record of the token counts.
+        """Return a function that records the token counts, then calls ``finalize``.
 
-        Megatron's finalize_model_grads resets the counts.
+        ``finalize`` is Megatron's finalize_model_grads, which resets the counts.
         """
 
         def noting(*args: Any, **others: Any) -> None:

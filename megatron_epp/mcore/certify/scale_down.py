@@ -63,9 +63,9 @@ def fewer(counts: Sequence[int]) -> list[int]:
 def step_of(args: Namespace, tp: int) -> int:
     """Return a number that must divide the rows and columns of a rank's shard of a matrix.
 
-    The number is 1 without fp8, because only fp8 GEMMs require multiples: of 32 with mxfp8,
-    otherwise of 16. If ``tp`` ranks share a matrix, it is 128 instead of 16, the size of a block
-    with one scale, so that shards have the same scales as the full matrix.
+    The number is 1 without fp8, 32 with mxfp8, and 16 with other fp8 recipes, because fp8 GEMMs
+    require such multiples. If ``tp`` ranks share a matrix, it is 128 instead of 16. A block with
+    one scale has this size, so shards have the same scales as the full matrix.
     """
     if not getattr(args, "fp8", None) or args.transformer_impl == "local":
         return 1

@@ -476,8 +476,8 @@ def cost_models(args: Any) -> Iterator[str | None]:
 def first_batches(args: Any) -> list[list[int]]:
     """Return the document lengths, in tokens, of FIRST_BATCHES typical global batches.
 
-    With --epp-share-from, each batch is a ``SharingLengths`` (control/step_source.py), which reads
-    tokens and finds the prefixes that documents of one corpus share when they are needed.
+    With --epp-share-from, each batch is a ``SharingLengths`` (control/step_source.py), which finds
+    the prefixes that documents of one corpus share. It reads tokens only when they are needed.
 
     Raises:
         ValueError: There is no corpus (--data-path), or a corpus or chat file is not valid.

@@ -1,4 +1,4 @@
-"""Report of a placement that is faster by the cost model that a job has measured.
+"""Report of a placement that is faster than the job's, by the job's measured cost model.
 
 A job chooses its placement before it measures, and keeps it. A restart can choose another
 placement.

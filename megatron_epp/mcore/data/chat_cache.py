@@ -79,7 +79,7 @@ class ChatFile:
 
 @lru_cache(maxsize=8)
 def first_documents(chats: ChatFile, count: int) -> list[numpy.ndarray]:
-    """Return the tokens [inputs + 1] int32 of each of the first ``count`` conversations.
+    """Return an int32 array of tokens for each of the first ``count`` conversations.
 
     Tokens after the last target, and conversations that have no target, are left out.
 

@@ -37,7 +37,8 @@ class ChunkBatch:
         loss_mask: Float32 (float64 with MTP), on the last stage: weights of the losses; 0 on
             padding.
         params: Parameters of the chunk for Megatron's layers.
-        mtp_mask: Float64 [D, t], on the last stage (``mtp_targets.TargetRows``).
+        mtp_mask: Float64 [D, t], on the last stage: marks MTP labels with a loss
+            (``mtp_targets.TargetRows``).
         known_gradient: Gradient with respect to every token's loss, with the shape of
             ``loss_mask``, if LM head and loss are fused (lm_head.fused_head).
         hidden_only: Whether the model ends after its final norm, because H and G ops of the plan
@@ -77,13 +78,14 @@ class ChunkBatchBuilder:
         slices: Slices of the plan's documents.
         samples: For every document of the plan, the samples that contain it. Its tokens are read
             from one of these. Without shared prefixes, there is one sample, which is the document.
-        ends: Document of the plan in which each of the replica's samples ends.
+        ends: For each sample of the replica, the number of the plan's document that contains its
+            end.
         documents: Source of the tokens.
         stage: Index of the stage.
         row_shard: Sharding of a chunk's rows over ranks.
         device: Device of the tensors.
         predictions: Number of MTP modules, and their loss weight. None: only the next token.
-        lockstep: Plans of all replicas that run in lockstep; may be empty for one replica.
+        lockstep: Plans of all replicas that run in lockstep; empty: only ``plan``.
     """
 
     def __init__(

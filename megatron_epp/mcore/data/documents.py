@@ -396,7 +396,7 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
 
     Raises:
         ValueError: A file is damaged or is not a corpus, a split has no usable document, tokens
-            exceed the vocabulary, or the process may not open as many files.
+            exceed the vocabulary, or the corpora need more open files than a process may have.
     """
     _allow_open_files(config, sizes)
     examined: dict[str, tuple[CorpusFiles, LossMasks | None]] = {}

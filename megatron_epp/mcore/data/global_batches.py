@@ -175,7 +175,7 @@ class Documents:
         return self.tokens(sample, start, stop)
 
     def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return labels and loss mask of inputs [start, stop), for a last stage.
+        """Return labels and loss mask of a sample's inputs [start, stop).
 
         See :meth:`.documents.DocumentDataset.targets`.
         """
@@ -319,7 +319,8 @@ class FullPasses(GlobalBatches):
 class TokenBlend(BlendedDataset):
     """Megatron's blended dataset, in which each corpus's number of tokens follows its weight.
 
-    Unlike Megatron's own class, it holds no index of its samples (10 bytes per sample).
+    Unlike Megatron's own class, it holds no index of its samples. Megatron's index takes 10 bytes
+    per sample.
     """
 
     def _build_indices(self) -> tuple[None, None]:

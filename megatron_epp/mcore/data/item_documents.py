@@ -97,7 +97,7 @@ class ItemDocuments:
         return self._index.inputs[places].astype(numpy.int64)
 
     def header(self, sample: int) -> str:
-        """Return no comment lines for recorded steps: the items are of no corpus."""
+        """Return "": recorded steps have no comment lines, because the items have no corpus."""
         return ""
 
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:

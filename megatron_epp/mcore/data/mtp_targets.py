@@ -37,7 +37,7 @@ class Predictions:
     def of(cls, config: Any, training: bool) -> "Predictions":
         """Return the predictions that Megatron's ``config`` (TransformerConfig) sets.
 
-        If not ``training``, the model predicts only the next token.
+        If ``training`` is False, the model predicts only the next token.
         """
         depths = getattr(config, "mtp_num_layers", None) or 0
         return cls(depths, config.mtp_loss_scaling_factor) if depths and training else cls()
@@ -61,8 +61,8 @@ class TargetRows:
             the weighted losses of a document in one MTP module sum to m * ``scale`` / D * n. Here,
             m is the mean of the losses without weights, and n the document's number of next-token
             targets.
-        mtp_mask: [D, t] float64: for the log, 1 for each MTP label with a loss, summed over the
-            documents of a shared prefix.
+        mtp_mask: [D, t] float64, for the log: 1 for each MTP label with a loss, otherwise 0. In a
+            shared prefix, these numbers are summed over the documents.
     """
 
     def __init__(self, predictions: Predictions, count: int):

@@ -12,13 +12,14 @@ from megatron_epp.planner.padding import GPU_ROWS
 
 
 def row_block(args: Any) -> int:
-    """Return the multiple to which a chunk's rows on one rank are padded.
+    """Return the row multiple: a chunk's rows on one rank are padded to a multiple of it.
 
-    The multiple is --epp-row-multiple. By default, it is 16 for Transformer Engine's layers on a
-    GPU, because their tuned norms need a multiple of 4, and because Triton compiles a second kernel
-    for sizes that are not multiples of 16. In other cases it is 1. In fp8, the result is also a
-    multiple of 32 for mxfp8, the number of rows per scale. For other recipes it is a multiple of 16
-    for GEMMs, or of 128 with sequence parallelism, whose fp8 all-gather needs full blocks.
+    The row multiple is --epp-row-multiple. By default, it is 16 for Transformer Engine's layers on
+    a GPU, because their tuned norms need a multiple of 4, and because Triton compiles a second
+    kernel for sizes that are not multiples of 16. In other cases it is 1. With mxfp8, the result is
+    also a multiple of 32, because 32 rows share a scale. With other fp8 recipes, it is a multiple
+    of 16, which GEMMs require. If sequence parallelism is added, it is a multiple of 128, because
+    the fp8 all-gather needs full blocks.
 
     Args:
         args: Megatron's args or configuration.
@@ -55,9 +56,9 @@ class RowShard:
     Attributes:
         parts: Number of context-parallel ranks.
         part: Index of this context-parallel rank.
-        splits: Number of tensor-parallel ranks over which sequence parallelism shards a part's rows
-            between the linear layers; 1 without sequence parallelism.
-        block: Multiple to which a rank's rows are padded (:func:`row_block`).
+        splits: Number of tensor-parallel ranks over which sequence parallelism shards a part's
+            rows; 1 without sequence parallelism.
+        block: The rows of a rank are padded to a multiple of this number (:func:`row_block`).
     """
 
     parts: int = 1
@@ -97,8 +98,8 @@ class RowShard:
     def sharded_rows(self, chunk: Chunk) -> int:
         """Return this rank's number of rows of documents sharded over the context-parallel ranks.
 
-        They come before the rows of documents that only this rank computes. If the chunk has no
-        such documents, the number includes the padding.
+        These rows come before the rows of documents that only this rank computes. If no rank
+        computes a document of the chunk alone, the number includes the padding.
         """
         if self.parts > 1 and chunk.has_local:
             return -(-chunk.sharded_tokens // self.parts)

@@ -208,9 +208,9 @@ def _fix_help(parser: argparse.ArgumentParser) -> None:
 def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
     """Return the defaults that Megatron's flags have with ``--epp``, by name.
 
-    The defaults depend on ``wanted``, the flags as parsed without them. With these defaults,
-    Megatron counts each document as a micro-batch, so a global batch contains --global-batch-size
-    documents. The loss is the mean over the tokens of the global batch.
+    The defaults depend on ``wanted``, the flags as parsed without these defaults. With these
+    defaults, Megatron counts each document as a micro-batch, so a global batch contains
+    --global-batch-size documents. The loss is the mean over the tokens of the global batch.
     """
     defaults = {
         "calculate_per_token_loss": True,

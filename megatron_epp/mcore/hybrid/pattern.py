@@ -59,7 +59,9 @@ def placed_by_time(args: Namespace) -> bool:
 
 
 def layers_of_stages(args: Namespace) -> tuple[int, ...]:
-    """Return the number of layers of every segment; without interleaving, a segment is a stage.
+    """Return the number of layers of every segment of the pattern.
+
+    Without interleaving, a segment is a stage.
 
     Raises:
         ValueError: The pattern cannot be divided into the stages of the flags.
@@ -95,7 +97,7 @@ def layers_of_stages(args: Namespace) -> tuple[int, ...]:
 
 
 def joined(segments: Sequence[str]) -> str:
-    """Return a pattern: ``segments``, the layer symbols of each stage, with ``|`` between them."""
+    """Return a pattern: ``segments`` (layer symbols of each stage), with ``|`` between them."""
     return BOUNDARY.join(segments)
 
 

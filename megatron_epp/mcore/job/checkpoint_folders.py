@@ -65,7 +65,7 @@ def require_complete(args: Any) -> None:
 
 
 def checkpoint_to_load(args: Any) -> Path | None:
-    """Return the folder of the checkpoint that the job loads, the latest of its folders, or None.
+    """Return the folder of the latest checkpoint that the job loads; None if it loads none.
 
     Raises:
         ValueError: A tracker file is damaged.

@@ -70,7 +70,7 @@ class Saves:
     def wait(self) -> None:
         """Wait until no checkpoint is being written, or until a time limit is reached.
 
-        The limit is 60 s, or 3 times the seconds of the last save if this is longer.
+        The limit is 60 s, or 3 times the duration of the last save if that is longer.
         """
         self.look()
         end = time.monotonic() + max(LEAST_SECONDS, TIMES_THE_LAST * self.last_seconds)

@@ -69,8 +69,8 @@ def make_planning(
         args: Megatron's arguments.
         config: The configuration of --epp.
         layers: Number of layers of every stage.
-        multiple: Number to a multiple of which the rows of a chunk are padded, summed over the
-            ranks that share them.
+        multiple: The rows of a chunk, over all ranks that share them, are padded to a multiple of
+            this number.
         groups: The job's process groups.
         profile: The measured or analytic cost coefficients.
 
@@ -184,8 +184,9 @@ def kept_in_input(args: Any) -> str:
 def on_these_ranks(args: Any, profile: Profile) -> Profile:
     """Return ``profile``, without its slowness if this job has another number of pipeline ranks.
 
-    With --epp-cost-model and without --epp-layouts, the function keeps the slowness, so that
-    :func:`training_cost` raises an error.
+    The slowness is the relative time of an op on each pipeline rank. With --epp-cost-model and
+    without --epp-layouts, the function keeps the slowness, so that :func:`training_cost` raises an
+    error.
     """
     fits = len(profile.rank_slowness) in (0, args.pipeline_model_parallel_size)
     if fits or (args.epp_cost_model is not None and args.epp_layouts is None):
@@ -237,7 +238,7 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
 
 
 def unlike_budgets(every: Sequence[tuple[int, str, float]]) -> tuple[float, ...]:
-    """Return the smallest default budget of each pipeline rank; () if device names are equal.
+    """Return each pipeline rank's smallest default budget in bytes; () if device names are equal.
 
     ``every`` contains (pipeline rank, device name, default budget in bytes) for every rank.
     """

@@ -33,7 +33,9 @@ def make_groups(
     place: Sequence[int] = (),
     check: Callable[[dist.ProcessGroup], None] = lambda group: None,
 ) -> Groups:
-    """Create the process groups. Collective over the world, after Megatron's groups exist.
+    """Create the process groups, after Megatron has created its groups.
+
+    All ranks of the world must call this function.
 
     The groups have Megatron's timeout. The control group (CPU) and one group per kind of
     message contain all ranks of the job. Within a message group, NCCL creates a communicator for
@@ -91,7 +93,9 @@ def make_groups(
 def block_group(
     number: int, control: dist.ProcessGroup, timeout: timedelta
 ) -> tuple[dist.ProcessGroup, int, int]:
-    """Create the group of the ranks that share a plan. Collective over ``control``.
+    """Create the group of the ranks that share a plan.
+
+    All ranks of ``control`` must call this function.
 
     Args:
         number: Index of this rank's lockstep group, or of its replica without lockstep.
@@ -121,8 +125,8 @@ def layer_groups(holder: Any) -> list[dist.ProcessGroup]:
     """Return this rank's groups in which layers communicate.
 
     ``holder`` is Megatron's args or a model configuration, from which the layer kinds decide which
-    groups to add, such as expert-parallel groups. With None, only the tensor- and context-parallel
-    groups are returned.
+    groups to add, such as expert-parallel groups. If ``holder`` is None, the function returns only
+    the tensor- and context-parallel groups.
     """
     groups = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
     return groups + [group for part in LAYER_KINDS for group in part.layer_groups(holder)]
@@ -151,7 +155,9 @@ def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
 def message_groups(
     device: torch.device, timeout: timedelta, of_head: bool = False, place: Sequence[int] = ()
 ) -> dict[Payload, dist.ProcessGroup]:
-    """Create one group of all ranks for each kind of message. Collective over the world.
+    """Create one group of all ranks for each kind of message.
+
+    All ranks of the world must call this function.
 
     The function also initialises every link between stages. With one pipeline rank, it creates no
     groups.

@@ -1,9 +1,10 @@
 """Learning rates, weight decay and counters of a resumed job, before Megatron loads its checkpoint.
 
 Megatron finds the saved state of a parameter group by the group's settings, and the learning rates
-are among them. So another ``--lr`` finds no group, and the flags that choose between the values of
-flags and checkpoint come too late: the scheduler reads them after the optimizer has loaded. These
-functions apply that choice to the groups first. Moments and step counts are loaded unchanged.
+are among them. So a job with another ``--lr`` would not find the saved state. Two flags choose
+between the command line's rates and the checkpoint's, but Megatron's scheduler reads these flags
+only after the optimizer has loaded. The functions of this module apply the choice to the groups
+earlier. Moments and step counts are loaded unchanged.
 
 A checkpoint of a job without --epp counts samples of --seq-length; a job with --epp counts
 documents.

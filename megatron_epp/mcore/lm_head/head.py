@@ -28,9 +28,10 @@ class HiddenStates:
     def after_the_norm(
         cls, *, hidden_states: Tensor | tuple[Tensor, ...], **others: Any
     ) -> "HiddenStates":
-        """Return the hidden states after the final norm; an ``output_processor`` of GPTModel.
+        """Return the hidden states after the final norm.
 
-        The rows of MTP modules come after the rows of the decoder.
+        GPTModel calls this function as its ``output_processor``. The rows of MTP modules come after
+        the rows of the decoder.
         """
         if isinstance(hidden_states, tuple):
             hidden_states = torch.cat(hidden_states)

@@ -23,8 +23,8 @@ class MessageShapes:
 
     The mean row is the softmax-weighted mean of the weight's rows. The statistics are the
     log-sum-exp and the label's logit. In forward-only passes, messages of H contain no rows of the
-    weight. With MTP, each row has several ``predictions``. Messages of H are then larger by this
-    factor, and a message with a gradient has one log-sum-exp per prediction.
+    weight. With MTP, each row has several ``predictions``. Messages of H are then larger by the
+    number of predictions, and a message with a gradient has one log-sum-exp per prediction.
     """
 
     def __init__(

@@ -227,7 +227,9 @@ _OF_OUTPUT_WEIGHTS = {
 def shard_output_layer(
     models: Mapping[int, Any], place: Sequence[int], device: torch.device
 ) -> None:
-    """Replace the output layer by shards on this rank's stages. Collective over the pipeline.
+    """Replace the output layer by shards on this rank's stages.
+
+    All ranks of the pipeline must call this function.
 
     The function copies the weights from the last stage's full output layer, or from the first
     stage's embedding if embeddings are tied.

@@ -26,7 +26,7 @@ from megatron_epp.mcore.lm_head.shard import VocabularyShard, shard_of, sharded_
 def tie(models: Sequence[Any], device: torch.device) -> None:
     """Tie the output layer's shards to the embedding, for models with tied embeddings.
 
-    The function is collective over the pipeline. ``models`` are this rank's unwrapped stage
+    All ranks of the pipeline must call this function. ``models`` are this rank's unwrapped stage
     modules.
 
     Raises:
@@ -92,10 +92,11 @@ def _tie_state_dict(
 
 
 def add_up_tied_gradients(models: Sequence[Any]) -> None:
-    """Set the gradients of both copies of every row to their sum. Collective over the pipeline.
+    """Set the gradients of both copies of every row to their sum.
 
-    Call this function once per iteration, after DDP's gradient reduction. ``models`` are this
-    rank's stage modules, wrapped by DDP. Without tied shards, the function does nothing.
+    All ranks of the pipeline must call this function once per iteration, after DDP's gradient
+    reduction. ``models`` are this rank's stage modules, wrapped by DDP. Without tied shards, the
+    function does nothing.
     """
     shard = shard_of(models[0])
     if shard is None or not unwrap_model(models[0]).share_embeddings_and_output_weights:

@@ -30,10 +30,10 @@ class Adapter(Protocol):
 
     With ``attach(share_from=N)``, documents that begin with the same N or more tokens, such as
     answers to one question, compute this prefix once, from the ``rows`` of one of them. ``loss``
-    receives the outputs of every full document, so ``loss`` decides how often a prefix counts. The
-    rows of a prefix are equal in all its documents, except for the keys that only the loss reads.
-    The attribute ``loss_keys`` names these keys, by default ``loss_mask``. An adapter that knows
-    its prefixes without a comparison may have
+    receives the outputs of every full document, so ``loss`` decides how many times a prefix counts.
+    The rows of a prefix are equal in all its documents, except for the keys that only the loss
+    reads. The attribute ``loss_keys`` names these keys, by default ``loss_mask``. An adapter that
+    knows the shared prefixes without a comparison may have the function
 
         prefixes(micro_batch) -> the documents as a forest (corpus/shared_prefixes.py)
 

@@ -52,8 +52,9 @@ def exchange[T](programs: ProgramRunner, phase: str, make: Callable[[], T]) -> l
             rank.
         LoopFailed: ``make`` raised another exception on another rank; the message is from the
             first such rank.
-        Exception: Any other exception that ``make`` raised on this rank, unless an earlier rank
-            raised a ValueError, because wrong rows of that rank may be the cause.
+        Exception: ``make`` raised any other exception on this rank. If an earlier rank raised a
+            ValueError, the function raises LoopRefusal instead, because wrong rows of that rank may
+            be the cause.
     """
     if programs.groups is None:
         return [make()]

@@ -370,8 +370,8 @@ def attach_to(
 def say(words: str) -> None:
     """Print one line on stderr on rank 0.
 
-    This does not use logging: some frameworks (Megatron-Bridge) filter the warnings of all loggers,
-    and users must see whether slices run.
+    The function does not use logging, because some frameworks (Megatron-Bridge) filter the warnings
+    of all loggers. Users must see whether slices run.
     """
     started = dist.is_available() and dist.is_initialized()
     if (dist.get_rank() if started else int(os.environ.get("RANK", "0"))) == 0:

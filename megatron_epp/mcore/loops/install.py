@@ -1,8 +1,9 @@
 """Installation of the schedule in Megatron, for external training loops, and its removal.
 
 ``megatron.core.pipeline_parallel.get_forward_backward_func`` returns one of three functions, which
-it looks up in its module at every call. The two without interleaving are replaced. A loop that
-caches the returned function must be created after the installation.
+it looks up in its module at every call. This module replaces the two functions for pipelines
+without interleaving. A loop that caches the returned function must be created after the
+installation.
 """
 
 from __future__ import annotations
@@ -96,11 +97,12 @@ def install_where_none(timeout: timedelta | None = None, observe: Any = None) ->
     """Replace Megatron's schedules, unless they are replaced already.
 
     Args:
-        timeout: Timeout of the process groups; None for ``TIMEOUT``.
-        observe: Function that is called with the CallRecord of every planned call; None for none.
+        timeout: Timeout of the process groups; None: ``TIMEOUT``.
+        observe: Function that is called with the CallRecord of every planned call; None: no
+            function.
 
     Raises:
-        ValueError: Megatron is too old, or lacks a function that slices call.
+        ValueError: Megatron is too old, or lacks a function that is needed to compute slices.
     """
     require_megatron()
     if installed() is None:

@@ -3,10 +3,9 @@
     encoder, word embedding, ...    run once on the full document, before its first slice
     language part                   contains Megatron's layers, and computes slice by slice
 
-The backward of the encoder also runs once. It follows the backward of the document's first slice,
-which is the document's last backward. In shapes, L is the number of tokens of a document, t the
-number of rows of a chunk on this rank, T the number of its rows on all ranks, and H the hidden
-size.
+The backward of the encoder also runs once. It follows the last backward of the document's slices,
+which is that of the first slice. In shapes, L is the number of tokens of a document, t the number
+of rows of a chunk on this rank, T the number of its rows on all ranks, and H the hidden size.
 """
 
 from collections.abc import Callable, Mapping, Sequence

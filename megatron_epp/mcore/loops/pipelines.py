@@ -54,7 +54,7 @@ class ModelPipeline:
         token_bytes: Estimated bytes of a token's activations from forward to backward, for each
             stage; only the ratios between stages are meaningful.
         plans: Cached plans of the replicas that run in lockstep, or of this replica; all their
-            ranks request plans in one order.
+            ranks request plans in the same order.
         had_bytes: Largest estimate so far of the bytes that 1F1B needs on a stage.
         split_refused: Reason why no stage may split backwards; None if all stages can.
     """
@@ -174,7 +174,7 @@ class Pipelines:
         """Return the pipeline of the call's model; create the pipeline for a new model.
 
         If the pipeline is new, all ranks of the replica must call this method; if its process
-        groups are new, all ranks of the world.
+        groups are new, too, all ranks of the world must call it.
 
         Args:
             call: The call.

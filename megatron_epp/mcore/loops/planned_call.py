@@ -41,7 +41,7 @@ class PlannedCall:
     def result(self) -> list[Any]:
         """Run the call and return Megatron's forward_data_store.
 
-        In training, gradients are finalised.
+        In training, the method also finalises the gradients.
 
         Raises:
             ValueError: The call, its micro-batches or the adapter's results are invalid on a rank.
@@ -139,7 +139,7 @@ class PlannedCall:
     # -------------------------------------------------------------- the ops, and after them
 
     def _run(self, plans: tuple[Plan, ...], forests: Sequence[PrefixForest]) -> SliceStage:
-        """Execute this rank's ops; return its stage. Collective; all ranks raise if one fails."""
+        """Execute this rank's ops; return its stage. If one rank fails, all ranks raise errors."""
         call, pipeline, config = self.call, self.pipeline, self.call.config
         programs, number, groups = pipeline.programs, pipeline.rank, self.groups
         plan = plans[pipeline.replica]

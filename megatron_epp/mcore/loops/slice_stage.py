@@ -47,8 +47,8 @@ class SliceStage(ModelStage):
     ``plans`` are those of all replicas in lockstep; ``replica`` is the index of this rank's
     replica. ``forests[micro-batch]`` contains the documents with their shared prefixes; every node
     of a forest is a document of the plan. ``row_shard`` is this rank's shard of a chunk's rows over
-    ``groups.cp``. ``data[micro-batch]`` contains its entries of Megatron's forward_data_store. If
-    ``error`` is not None after the call, the gradients are invalid.
+    ``groups.cp``. ``data[micro-batch]`` contains the micro-batch's entries of Megatron's
+    forward_data_store. If ``error`` is not None after the call, the gradients are invalid.
     """
 
     def __init__(

@@ -148,8 +148,8 @@ def choose_mask(
 ) -> None:
     """Choose the faster mask for Transformer Engine's calls without cached K/V.
 
-    Collective over ``group``, whose rank 0 times a backward with each mask on a GPU. Emulated
-    kernels are not timed; they keep ``TOP_LEFT_MASK``.
+    All ranks of ``group`` must call this function. On a GPU, rank 0 of ``group`` times a backward
+    with each mask. Emulated kernels are not timed; they keep ``TOP_LEFT_MASK``.
 
     Args:
         attention: The attention of the job, as :func:`attention_for` returns it.

@@ -42,7 +42,8 @@ _LINEARS = (ColumnParallelLinear, RowParallelLinear)
 def early_modules(model: Any, early: bool) -> tuple[nn.Module, ...]:
     """Return the modules whose backward runs in F, which therefore defer no gradients.
 
-    ``early`` is whether the LM head is fused. If true, return the output layer, otherwise ().
+    ``early`` tells whether the LM head is fused. If so, the result is the output layer, otherwise
+    ().
     """
     return (get_attr_wrapped_model(model, "output_layer"),) if early else ()
 
@@ -51,8 +52,8 @@ def kept_in_input(model: nn.Module) -> list[str]:
     """Return the class names of the linears whose weight gradients are computed in op ``I``.
 
     Transformer Engine's linears with a single weight can defer its gradient to W. Grouped linears,
-    fused MLPs, and linears of a version without ``wgrad_store`` cannot. Megatron's linears cannot
-    if they fuse gradient accumulation.
+    fused MLPs, and linears of a version of Transformer Engine without ``wgrad_store`` cannot.
+    Megatron's linears cannot if they fuse gradient accumulation.
     """
     linears = (m for m in model.modules() if isinstance(m, _LINEARS) or _is_engines(m))
     return sorted({type(each).__name__ for each in linears if not _can_defer(each)})

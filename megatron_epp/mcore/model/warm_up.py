@@ -5,9 +5,10 @@ serves one bucket of queries and one bucket of keys (1024, 2048, ... 32768 token
 32768), and one bucket of documents (32, 64, 128, ...). Chunks have many sizes. Without a warm-up,
 the stages would build graphs one after another in the first iterations, while other stages wait.
 
-Calls are also recorded (layers/attention/te_direct.py), by powers of two of their numbers of
-documents and longest lengths. A recording builds no further graph, because its few tokens are in
-the smallest buckets; it declares larger lengths as upper bounds.
+Calls are also recorded (layers/attention/te_direct.py). A recording serves all calls whose numbers
+of documents and longest lengths round up to the same powers of two. A recording builds no further
+graph, because its few tokens are in the smallest buckets; it declares larger lengths as upper
+bounds.
 """
 
 import logging

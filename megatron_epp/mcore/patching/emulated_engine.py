@@ -2,9 +2,9 @@
 
 Certificates and tests use it. The package has no emulation: ``EPP_ENGINE`` names a module, which
 ``install_cpu_host`` imports and installs in every process, also in the ranks of torchrun and the
-processes of a certificate. The checkout's module is ``tests.engine``. ``EPP_ENGINE_DEVICE=h100``
-(or ``b200``) is the device that torch reports. The layers compute the same results as on a GPU,
-but are far slower than Megatron's local layers.
+processes of a certificate. In a checkout of this package, the module is ``tests.engine``.
+``EPP_ENGINE_DEVICE=h100`` (or ``b200``) is the device that torch reports. The layers compute the
+same results as on a GPU, but are far slower than Megatron's local layers.
 
 Such a module has two functions: ``install(device)`` makes Transformer Engine importable before
 Megatron is imported; ``is_installed()`` tells whether this process uses the emulation.
@@ -79,7 +79,7 @@ def _imported(name: str) -> Any:
 def require(device: str = DEVICE) -> str:
     """Make child processes use the emulation, and return the text of :func:`in_words`.
 
-    If the environment already names a module or a device, that one is used.
+    If the environment already names a module or a device, the function does not change it.
 
     Raises:
         ValueError: The environment names no module, and this package is not part of a checkout.

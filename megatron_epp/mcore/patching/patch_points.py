@@ -2,8 +2,8 @@
 
 A patch point replaces one attribute of one module or class while the program runs. The replacement
 is written for the source in known releases (releases.py). If the installed source differs,
-``check_patch_points`` raises an error that names the patch point, so no patch is applied to code
-that it is not written for.
+``check_patch_points`` raises an error that names the patch point, so a patch is only applied to the
+code for which it was written.
 
 In a Megatron-LM checkout with the patches of ``patches/``, each patched function contains a marker.
 A patch point whose target contains the marker counts as installed and is not replaced. The patched
@@ -319,7 +319,7 @@ def call_before_load(patch_point: PatchPoint, before: Callable[[Any, Any], None]
     """Make Megatron call ``before`` with an object and the state that it is about to load.
 
     Args:
-        patch_point: :data:`RATES` or :data:`SCHEDULE_STATE`, which is installed.
+        patch_point: :data:`RATES` or :data:`SCHEDULE_STATE`; it must be installed.
         before: Function of the object and its saved state, which may change both.
     """
     owner, _ = _find(patch_point.target)

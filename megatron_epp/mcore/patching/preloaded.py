@@ -2,7 +2,7 @@
 
 The forked processes inherit the imports and need not repeat them. Unlike every other module, this
 module changes the process that imports it: it hides GPUs, sets one thread per process, installs the
-replacements of a CPU-only host and the patches of Megatron, and excludes the imported objects from
+replacements for a CPU-only host and the patches of Megatron, and excludes the imported objects from
 garbage collection.
 """
 

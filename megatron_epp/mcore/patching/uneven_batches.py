@@ -15,7 +15,8 @@ from typing import Any
 class UnevenMicroBatches(int):
     """Mean number of micro-batches per replica: an integer, rounded up, with exact products.
 
-    With 7 documents on 3 replicas, ``UnevenMicroBatches(7, 3)`` equals 3, and 3 times it is 7.
+    With 7 documents on 3 replicas, ``UnevenMicroBatches(7, 3)`` equals 3, but its product with 3 is
+    7.
     """
 
     documents: int

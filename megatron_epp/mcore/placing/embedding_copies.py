@@ -17,7 +17,9 @@ from megatron_epp.mcore.lm_head.shard import shard_of
 
 
 def tie_embeddings(stages: Mapping[int, Any], count: int) -> None:
-    """Copy the first stage's embedding to the last stage, if both are on this rank and share it.
+    """Copy the first stage's embedding to the last stage, if both are on this rank.
+
+    If the last stage has no copy of the embedding, the function does nothing.
 
     Args:
         stages: This rank's stage modules by stage, not wrapped yet.

@@ -97,10 +97,10 @@ class Job:
     # -------------------------------------------------------------- before the model is wrapped
 
     def attach(self, models: list[Any]) -> list[Any]:
-        """Patch the model to compute chunks (Megatron's pre-wrap hook). Collective over the job.
+        """Patch the model to compute chunks (Megatron's pre-wrap hook).
 
-        The method also creates process groups, locks the job's folders, converts chat files, starts
-        the watcher, and sets :attr:`place`.
+        All ranks of the job must call this method. It also creates process groups, locks the job's
+        folders, converts chat files, starts the watcher, and sets :attr:`place`.
 
         Args:
             models: Stage modules of this rank, first to last.
@@ -208,9 +208,10 @@ class Job:
     # -------------------------------------------------------------- after the model is wrapped
 
     def prepare(self, models: list[Any]) -> list[Any]:
-        """Create :attr:`schedule` (Megatron's post-wrap hook). Collective over the job.
+        """Create :attr:`schedule` (Megatron's post-wrap hook).
 
-        The wrapped model has its final number format, so the cost model can be measured.
+        All ranks of the job must call this method. The wrapped model has its final number format,
+        so the cost model can be measured.
 
         Args:
             models: Wrapped stage modules of this rank, first to last.
@@ -309,8 +310,8 @@ class Job:
     def datasets(self, samples: Sequence[int]) -> tuple[GlobalBatches | None, ...]:
         """Build the documents; return the global batches of training, validation and test.
 
-        Collective over the job; see :meth:`.JobData.global_batches`. With --epp-share-from, rank 0
-        prints a line on shared prefixes.
+        All ranks of the job must call this method; see :meth:`.JobData.global_batches`. With
+        --epp-share-from, rank 0 prints a line on shared prefixes.
         """
         group, shared = self.place.groups.control, self._shared
         training, *others = self._data.global_batches(samples, group)

@@ -64,10 +64,11 @@ class JobData:
     ) -> tuple[GlobalBatches | None, ...]:
         """Build the documents and return the global batches of training, validation and test.
 
-        Collective over ``group``. The batches begin after the samples that the resumed run has
-        consumed. An entry is None for a split without documents. Rank 0 prints the document counts
-        of training. With --full-validation, the method sets ``args.full_validation`` to False and
-        ``args.eval_iters`` to the number of batches of a pass.
+        All ranks of ``group`` must call this method. The batches begin after the samples that the
+        resumed run has consumed. An entry is None for a split without documents. Rank 0 prints the
+        numbers of training documents. With --full-validation, the method sets
+        ``args.full_validation`` to False and ``args.eval_iters`` to the number of batches of a
+        pass.
 
         Args:
             samples: Number of documents for training, validation and test.

@@ -178,7 +178,7 @@ class StageRunner:
     def flop_boundaries(self, plan: Plan) -> Tensor:
         """Return cumulative lengths with the tokens and attention pairs of ``plan``: [lengths + 1].
 
-        Without shared prefixes, these are the lengths of the documents. With shared prefixes, each
+        Without shared prefixes, the lengths are those of the documents. With shared prefixes, each
         document of L tokens after a prefix of P tokens has two lengths, whose sum is L, and whose
         squares sum to (P + L)^2 - P^2. For a plan without documents, the result is that of an empty
         document, because all ranks must take part in Megatron's sum of FLOPs.
