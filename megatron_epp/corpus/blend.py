@@ -9,9 +9,9 @@ ascending due time, so the tokens drawn from a corpus match its weight to within
     due times                                      a: 2 6 10 14 ...   b: 6 18 ...
     order                                          a a b a a a b ...
 
-The order is computed in blocks, so the time of a start does not depend on the number of iterations.
-All epochs of a corpus have the same number of tokens, so the place of a document in the order
-follows from the number of complete epochs before it and from one permutation.
+The order is computed in blocks, so a job with many iterations starts as fast as one with few. All
+epochs of a corpus have the same number of tokens, so the place of a document in the order follows
+from the number of complete epochs before it and from one permutation.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ class DueTimes:
     """Due times of the documents of one corpus, in the order of its epochs.
 
     Args:
-        tokens: tokens of every document, positive: [documents].
-        order: function of an epoch that returns its permutation of the documents: [documents].
+        tokens: [documents] number of tokens of every document, positive.
+        order: function that returns the permutation [documents] of the documents in a given epoch.
         weight: weight of the corpus, positive.
     """
 
@@ -183,7 +183,7 @@ class DocumentOrder:
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return two int64 arrays [n]: the corpus of each sample, and its index in that corpus.
 
-        Time is linear in the largest sample.
+        The time of a call is proportional to the largest sample.
 
         Args:
             samples: places in the order, ascending and without gaps: [n].

@@ -1,17 +1,18 @@
 """Reader of Megatron's index files, which checks ``PREFIX.idx`` against the size of ``PREFIX.bin``.
 
-Megatron detects a damaged pair by an assertion, by a numpy error, much later, or never: a flipped
-bit in a length or pointer makes it train on other tokens. This module reports each kind of damage
-in one line before Megatron opens the files. Layout, little-endian, as
-megatron.core.datasets.indexed_dataset writes it:
+Megatron may detect a damaged pair of files late or never: if a bit of a length or pointer is
+flipped, it trains on other tokens. This module reports each kind of damage in one line before
+Megatron opens the files. Layout, little-endian, as megatron.core.datasets.indexed_dataset writes
+it:
 
     magic[9]  version u64  dtype u8  sequences u64  boundaries u64
     lengths i32[sequences]  pointers i64[sequences]  boundaries i64[boundaries]  (modes i8)
 
-A pointer is the byte at which its sequence starts in the .bin, so pointers are the running sums of
-the lengths in bytes. Boundaries are the numbers of the sequences at which documents start, followed
-by the number of sequences. A .bin that is truncated during training cannot be reported: tokens are
-memory-mapped, and a read past the end of the file kills the process (SIGBUS, signal 7).
+A pointer is the offset, in bytes, at which its sequence starts in the .bin. Pointers are therefore
+the running sums of the lengths in bytes. Boundaries are the numbers of the sequences at which
+documents start, followed by the number of sequences. A .bin that is truncated during training
+cannot be reported: tokens are memory-mapped, and a read past the end of the file kills the process
+(SIGBUS, signal 7).
 """
 
 import struct
@@ -50,7 +51,7 @@ class CorpusFiles:
         tokens: number of tokens in all sequences.
         dtype: integer type of a token.
         is_split_into_sentences: whether some document has several sequences.
-        lengths: [sequences] int32, tokens of each sequence, memory-mapped.
+        lengths: [sequences] int32, number of tokens of each sequence, memory-mapped.
     """
 
     prefix: str
@@ -63,7 +64,7 @@ class CorpusFiles:
 
 
 def examine(prefix: str) -> CorpusFiles:
-    """Read the index of a corpus and check it against the size of its ``.bin``; do not read tokens.
+    """Read the index of a corpus, and check it against the size of its ``.bin``.
 
     Args:
         prefix: path of the corpus without ``.idx`` or ``.bin``.
@@ -91,7 +92,7 @@ def examine(prefix: str) -> CorpusFiles:
 def read_index(index: Path) -> CorpusFiles:
     """Read and check the ``.idx`` file ``index``, and the size of its ``.bin`` if there is one.
 
-    Time is linear in the size of the index; at most one block of the index is in memory.
+    The time is proportional to the size of the index. At most one block of the index is in memory.
 
     Raises:
         ValueError: the file is not an index, is damaged, has no document, has another version or

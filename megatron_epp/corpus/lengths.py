@@ -1,9 +1,9 @@
 """Lengths of documents from a list, a Megatron index, texts, or a named distribution.
 
-Each source becomes a :class:`Corpus` with the number of tokens of every document, after the policy
-for documents longer than the context. Batches are drawn as in training: batch i contains documents
-[i x size, (i + 1) x size) of an endless sequence of epochs. Each epoch is a permutation that
-(seed, epoch) determines.
+Each source becomes a :class:`Corpus` with the number of tokens of every document. The policy for
+documents longer than the context has then been applied. Batches are drawn as in training: batch i
+contains documents [i x size, (i + 1) x size) of an endless sequence of epochs. Each epoch is a
+permutation that (seed, epoch) determines.
 
     lengths.txt, lengths.txt.gz   tokens of a document, one document per line; or a group of
                                   documents with common prefixes, as in 3000+(1200,800+(900,700))
@@ -60,12 +60,12 @@ _LENGTH = re.compile(r"[1-9][0-9]{0,9}")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """Lengths of the documents of a corpus in file order, after the policy for overlong documents.
+    """Lengths of a corpus's documents in file order, with the policy for overlong ones applied.
 
     Attributes:
         name: name on the command line.
         source: file, or source of a distribution.
-        inputs: [documents] int64, input tokens of each document.
+        inputs: [documents] int64, number of input tokens of each document.
         counts: numbers of truncated, dropped, split and other sequences (overlong.py).
         note: how tokens of texts were counted; empty if the source contains lengths.
         groups: documents of every line of a text file, if a line has shared prefixes; otherwise
@@ -110,7 +110,7 @@ class Corpus:
     def sharing(
         self, index: int, size: int | None, seed: int, least: int, depths: int
     ) -> PrefixForest:
-        """Return batch ``index`` of :meth:`documents`, with prefixes where documents share tokens.
+        """Return the forest of the documents of batch ``index``, with the prefixes that they share.
 
         The corpus must have tokens (``document_tokens``).
 
@@ -181,13 +181,16 @@ def open_corpus(
 
     Args:
         text: path of a file, or name of a distribution.
-        context: maximum input tokens of a document; 0: no limit.
+        context: maximum number of input tokens of a document; 0: no limit.
         overlong: policy for longer documents: truncate, drop, or split into documents of their own.
-        tokenizer: tokenizer.json or its folder, which counts the tokens of texts and chats.
-        progress: progress bar for counting texts; see text_lengths.
+        tokenizer: tokenizer.json or its folder, which counts the tokens of texts and chats; only
+            allowed for these. None: four bytes are a token.
+        progress: progress bar for counting tokens; see
+            :func:`~megatron_epp.corpus.text_lengths.text_lengths`.
 
     Raises:
-        ValueError: the corpus cannot be used; the message names a remedy.
+        ValueError: an argument is invalid, or the corpus cannot be used; the message names a
+            remedy.
         ModuleNotFoundError: pyarrow or tokenizers is needed and not installed.
     """
     require_policy(overlong)
@@ -353,8 +356,9 @@ def distribution_names() -> tuple[str, ...]:
 def named_lengths(name: str) -> tuple[str, np.ndarray]:
     """Return the source and the lengths [``NAMED_DOCUMENTS``], ascending, of a distribution.
 
-    ``distributions.json`` contains quantiles: (fraction of documents, largest length of these in
-    tokens). The logarithm of the length is interpolated linearly between quantiles.
+    ``distributions.json`` contains quantiles. A quantile is a fraction of the documents, shortest
+    first, and the length in tokens of the longest of them. The logarithm of the length is
+    interpolated linearly between quantiles.
     """
     entry = _distributions()[name]
     levels, tokens = zip(*entry["quantiles"], strict=True)

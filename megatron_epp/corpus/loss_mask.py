@@ -40,7 +40,7 @@ class LossMasks:
 
     Attributes:
         prefix: path without suffix.
-        lengths: [sequences] int32, tokens of each sequence.
+        lengths: [sequences] int32, number of tokens of each sequence.
     """
 
     prefix: str
@@ -89,10 +89,10 @@ class LossMasks:
     def index(
         self, context: int, overlong: str, first_sequence: int = 0, count: int | None = None
     ) -> DocumentIndex:
-        """Return the documents of consecutive sequences, after the policy ``overlong``.
+        """Return the documents of consecutive sequences, with the policy ``overlong`` applied.
 
         Args:
-            context: maximum input tokens of a document; 0: no limit.
+            context: maximum number of input tokens of a document; 0: no limit.
             overlong: policy for longer documents (overlong.py).
             first_sequence: number of the first sequence.
             count: number of sequences; None: all sequences from ``first_sequence`` on.
@@ -168,12 +168,12 @@ def index_of_split(
     overlong: str,
     masks: LossMasks | None = None,
 ) -> DocumentIndex:
-    """Return the documents of a split of a corpus, after the policy for overlong documents.
+    """Return the documents of a split of a corpus, with a policy for overlong documents applied.
 
     Args:
-        lengths: [sequences] tokens of every sequence of the corpus.
-        split: (first sequence, end) of the split.
-        context: maximum input tokens of a document; 0: no limit.
+        lengths: [sequences] number of tokens of every sequence of the corpus.
+        split: number of the split's first sequence, and the number after its last sequence.
+        context: maximum number of input tokens of a document; 0: no limit.
         overlong: policy for longer documents.
         masks: loss masks of the corpus, if any. With masks, a document ends at its last target.
 
@@ -187,7 +187,7 @@ def index_of_split(
 
 
 def examine_masks(files: CorpusFiles) -> LossMasks | None:
-    """Return the loss masks of a corpus, or None if it has none; read only the masks' index.
+    """Return the loss masks of a corpus, or None if it has none.
 
     Raises:
         ValueError: one of the masks' two files is missing or damaged, the masks are not bytes, or

@@ -18,17 +18,17 @@ class Counts:
     """Numbers of sequences, documents and input tokens, by the effect of the policy.
 
     Attributes:
-        sequences: sequences that were read.
-        documents: documents after the policy.
-        tokens: input tokens of these documents.
-        skipped: sequences of fewer than 2 tokens, which have nothing to predict.
-        truncated: sequences that were truncated.
-        dropped: sequences that were dropped.
-        split: sequences that became several documents.
-        lost_tokens: tokens that were cut off or dropped.
-        untargeted: documents or parts of documents that were left out, because they have no target
-            (loss_mask.py).
-        untargeted_tail: tokens after the last targets, which were left out.
+        sequences: number of sequences that were read.
+        documents: number of documents that the policy makes of them.
+        tokens: number of input tokens of these documents.
+        skipped: number of sequences of fewer than 2 tokens, which have nothing to predict.
+        truncated: number of sequences that were truncated.
+        dropped: number of sequences that were dropped.
+        split: number of sequences that became several documents.
+        lost_tokens: number of input tokens that were cut off or dropped.
+        untargeted: number of documents, or parts of documents, that were left out because they have
+            no target (loss_mask.py).
+        untargeted_tail: number of tokens that were left out because they follow the last target.
     """
 
     sequences: int = 0
@@ -101,8 +101,9 @@ def apply_context(
     """Return documents of at most ``context`` input tokens; apply ``overlong`` to longer sequences.
 
     Args:
-        inputs: [sequences] int, input tokens of each sequence; sequences without any are skipped.
-        context: maximum input tokens of a document; 0: no limit.
+        inputs: [sequences] int, number of input tokens of each sequence; sequences without input
+            tokens are skipped.
+        context: maximum number of input tokens of a document; 0: no limit.
         overlong: policy for longer documents: truncate, drop, or split into documents of their own.
         first_sequence: number that the first sequence of ``inputs`` has in its file.
 

@@ -35,8 +35,8 @@ class RecordedCorpus:
     """Corpus of a recorded batch.
 
     Attributes:
-        first: first sequence of the training split.
-        stop: end of the training split.
+        first: number of the first sequence of the training split.
+        stop: number after the last sequence of the training split.
         sequences: number of sequences of the corpus.
         tokens: number of tokens of the corpus.
         weight: weight in the blend; the weights of all corpora sum to 1.
@@ -58,7 +58,7 @@ class RecordedBatch:
     Attributes:
         sample: number of the batch's first sample.
         seed: seed of the shuffle.
-        context: maximum input tokens of a document.
+        context: maximum number of input tokens of a document.
         overlong: policy for longer documents (overlong.py).
         blend: unit of the weights, tokens or documents (blend.py).
         corpora: corpora of the blend.
@@ -98,7 +98,7 @@ class Place:
     Attributes:
         corpus: corpus that holds the document.
         sequence: number of the sequence in the ``.idx``.
-        start: token of the sequence at which the document starts.
+        start: index, in the sequence, of the document's first token.
         inputs: number of input tokens.
     """
 

@@ -20,14 +20,14 @@ _BLOCK = 64  # rows that are compared at first; doubled each time
 
 @dataclass(frozen=True, slots=True)
 class SharedSpan:
-    """Node of the forest: tokens [start, stop) that one or more sequences share.
+    """Node of a :class:`PrefixForest`: tokens [start, stop) that one or more sequences share.
 
     Attributes:
         sequence: number of one of these sequences, from which the tokens can be read.
-        start: first token.
-        stop: end, exclusive.
-        parent: number of the node that this node continues, which precedes it in the forest; -1:
-            this node starts at the first token.
+        start: index of the first token in this sequence.
+        stop: index after the last token.
+        parent: number of the node that this node continues, which precedes it in the forest; -1 if
+            this node is the beginning of its sequences.
     """
 
     sequence: int
@@ -43,7 +43,7 @@ class SharedSpan:
 
 @dataclass(frozen=True, slots=True)
 class PrefixForest:
-    """Nodes of the forest, and the node with which each sequence ends.
+    """Sequences as a forest, whose nodes are the spans of tokens that they share.
 
     Attributes:
         nodes: nodes, each after its parent.
@@ -126,7 +126,7 @@ class PrefixForest:
         """Check that the forest consists of complete sequences of ``lengths``.
 
         Raises:
-            ValueError: the forest does not; the message names the node or sequence.
+            ValueError: the forest does not consist of them.
         """
         if len(self.last) != len(lengths):
             raise ValueError(f"{len(self.last)} sequences; expected {len(lengths)}")
@@ -181,7 +181,7 @@ class PrefixForest:
         return tuple(self.nodes[node].stop for node in self.last)
 
     def of(self, sequences: Sequence[int]) -> "PrefixForest":
-        """Return the forest of some of the sequences, numbered as in ``sequences``.
+        """Return the forest of the sequences whose numbers are ``sequences``, in this order.
 
         A node that no longer ends a sequence and has a single child is merged with the child.
         """
@@ -233,7 +233,7 @@ def sharing_text(forests: Sequence[PrefixForest], where: str, document: str) -> 
 
 
 def computed_spans(batch: Batch) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the number of tokens of each span that is computed once, and its first position.
+    """Return the number of tokens, and the first position, of each span that is computed once.
 
     The spans are the nodes of a forest, or whole documents. The second result is None if all spans
     begin at position 0. Both arrays are [spans].
@@ -248,9 +248,9 @@ def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> Pref
     """Return the forest of ``sequences``, in time proportional to their tokens.
 
     Args:
-        sequences: arrays of shape [tokens, ...] with at least one token. Sequences share
-            leading tokens with equal rows. If a token's output depends on its label, the label must
-            be part of the row.
+        sequences: arrays of shape [tokens, ...] with at least one token. Two sequences share their
+            leading tokens up to the first row that differs. If a token's output depends on its
+            label, the label must be part of the row.
         least: minimum number of tokens of a shared prefix; shorter prefixes are not shared.
 
     Raises:

@@ -39,17 +39,20 @@ Document = tuple[list[str], list[str]]  # its texts, and the roles of a chat's m
 def text_lengths(
     path: Path, tokenizer: str | None = None, progress: Progress | None = None
 ) -> tuple[str, np.ndarray]:
-    """Return how tokens were counted, and each document's number of inputs: [documents] int64.
+    """Count the input tokens of each document of a file.
+
+    Return a note on how tokens were counted, and the numbers of input tokens: [documents] int64.
+    If a file has more than MOST_DRAWN documents, only MOST_DRAWN evenly spaced ones are counted.
 
     Args:
         path: ``.jsonl`` or ``.parquet`` file.
         tokenizer: ``tokenizer.json`` or its folder; None: four bytes are a token.
-        progress: progress bar: a function of the items, the number of items and their name, which
-            returns the items.
+        progress: function that is called with the items, their number and their name. It returns an
+            iterator over the items that shows a progress bar.
 
     Raises:
-        ValueError: a line or row, whose number the message contains, is not a document; or the file
-            has no document with a token.
+        ValueError: the file or the tokenizer cannot be read, a line or row is not a document, or no
+            document has a token.
         ModuleNotFoundError: pyarrow or tokenizers is needed and not installed.
     """
     total, rows = _rows(path)

@@ -26,9 +26,10 @@ SequenceTokens = Callable[[int, int, int], np.ndarray]
 def token_prefixes(
     lengths: Sequence[int], read: InputsAndLabels, least: int, depths: int = 0
 ) -> PrefixForest:
-    """Return documents with the prefixes of at least ``least`` tokens that they share.
+    """Return the forest of documents that share prefixes of at least ``least`` tokens.
 
-    Documents that begin alike are read to their ends, the others up to ``least``.
+    Documents whose first ``least`` tokens are equal are read to their ends. Of other documents, at
+    most these tokens and their labels are read.
 
     Args:
         lengths: number of inputs of each document.
@@ -69,8 +70,8 @@ class CorpusTokens:
 
     Attributes:
         index: places of the documents in their sequences.
-        opened: function from numbers of sequences to a reader of their tokens. A sequence has a
-            token after its last input.
+        opened: function that gets the numbers of some sequences and returns a reader of their
+            tokens. A sequence has one token after its last input.
     """
 
     index: DocumentIndex

@@ -4,8 +4,9 @@ An op takes as long as on the slowest replica, because the ranks of all replicas
 the op's layers. Bytes are an upper bound for every replica: a chunk of the block holds the maximum
 over the replicas. A group consists of consecutive chunks in which each replica runs the slices of
 its documents, one document after the other. K/V of a replica's documents in a group are counted
-from the group's first forward to its last backward. K/V gradients are counted while any backward of
-the group runs, but only for the largest of these documents unless documents share prefixes.
+from the group's first forward to its last backward. K/V gradients are counted while the backwards
+of the group run. Unless documents share prefixes, only the K/V gradients of each replica's largest
+document in the group are counted.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from megatron_epp.sim.in_step import in_step
 
 @dataclass(frozen=True, slots=True)
 class BlockLoads(Loads):
-    """Tokens and query-key pairs of each chunk: of the block, and of every replica in the block.
+    """Numbers of tokens and query-key pairs of each chunk, for the block and every replica in it.
 
     A block is a lockstep group of replicas (planner.chunks.block). ``members`` contains the loads
     of each replica, whose chunk k runs at the same time as chunk k of the block.
@@ -38,8 +39,8 @@ class BlockLoads(Loads):
 class TreeBlockLoads(BlockLoads, TreeLoads):
     """Loads of a block whose replicas have documents that continue others.
 
-    All cached documents of the replicas that begin in the same chunk are one cached document of the
-    block. Its ``readers`` are those of all these documents.
+    Documents of several replicas may have cached K/V and begin in the same chunk. They count as one
+    cached document of the block, whose ``readers`` are the readers of all of them.
     """
 
     @classmethod

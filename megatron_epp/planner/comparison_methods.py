@@ -1,4 +1,4 @@
-"""Optional plug-in: methods without a pipeline, as additional rows of the command ``compare``.
+"""Optional plug-in that adds methods without a pipeline to the rows of the command ``compare``.
 
 The methods are in ``scripts/bench`` of a checkout, and not in the installed wheel.
 """

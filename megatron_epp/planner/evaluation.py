@@ -28,7 +28,7 @@ def evaluation_plans(
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Plan, ...]]:
     """Assign documents to the replicas of a lockstep group, and plan an evaluation of each replica.
 
-    Plans have chunks of about equal time and the ops F, and H with vocabulary parallelism. No
+    Plans have chunks of about equal time. Their ops are F and, with vocabulary parallelism, H. No
     activations are saved, so memory must only hold a chunk's workspace and the K/V of one sliced
     document at a time.
 

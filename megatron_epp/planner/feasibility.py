@@ -63,9 +63,9 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
 
 
 def most_tokens(cost: Cost) -> int:
-    """Return the most tokens of a chunk of uncut documents that fits in memory, at least 1.
+    """Return the maximum number of tokens of a chunk of uncut documents; at least 1.
 
-    The chunk must fit on every rank if its backward recomputes all layers.
+    A chunk must fit in the memory of every rank if its backward recomputes all layers.
     """
     # Subtract the workspace that does not depend on the chunk's size.
     headroom = cost.headroom_bytes - np.array(

@@ -13,10 +13,9 @@ CHUNKS_PER_STAGE = 4  # typical for plans of a pipeline
 def gpu_row_multiple(
     batches: Sequence[Sequence[int]], stages: int, replicas: int, ranks: int
 ) -> int:
-    """Return the multiple to which a GPU pads the number of its rows of each chunk.
+    """Return the number m such that a GPU pads its rows of each chunk to a multiple of m.
 
-    A row is the hidden state of one token. On average, this padding adds half of the multiple to
-    the rows of a GPU.
+    A row is the hidden state of one token. On average, a GPU gets m / 2 rows of padding per chunk.
 
     Args:
         batches: document lengths of some global batches, in tokens; () if unknown.

@@ -8,7 +8,8 @@ process's end of a pipe (multiprocessing.connection.Pipe). All messages are pick
     Answer           one for each request, in order: the plan's text, or an error
 
 An answer depends on the settings and the request alone. If a request cannot be planned, the answer
-contains an error, and the process continues. It ends when the pipe ends, even while it plans.
+contains an error, and the process continues. The process ends when the pipe is closed, even while
+it plans.
 """
 
 import os
@@ -72,7 +73,7 @@ def receive(pipe: Connection, put: Callable[[Any], None]) -> threading.Thread:
 
 
 def plan_text(settings: PlannerSettings, batch: Batch, forward_only: bool) -> str:
-    """Return the text of the step part for the settings' lockstep group.
+    """Return, as text, the part of a step that the settings' lockstep group runs.
 
     With ``forward_only``, the plans are for an evaluation.
 

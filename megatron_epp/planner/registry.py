@@ -1,8 +1,8 @@
 """Table of the planners by name.
 
 A planner is a function ``draft(batch, cost, options)`` that returns a plan as arrays. This module
-contains the common steps of all planners: it sorts the batch, refuses documents that cannot fit,
-checks and simulates the draft, and measures the planning time.
+contains the steps that all planners share. It sorts the batch, refuses documents that cannot fit,
+checks and simulates the plan, and measures the planning time.
 """
 
 import dataclasses
@@ -173,7 +173,7 @@ def planner_of(name: str) -> Planner:
     """Return the planner called ``name``.
 
     Raises:
-        ValueError: if the name is unknown, or is that of a baseline without a pipeline plan.
+        ValueError: if the name is unknown, or is that of a baseline that makes no plan.
     """
     if name == "packing-overlap":
         raise ValueError(f"planner {name!r} is part of {STOCK!r} now, the baseline of compare")

@@ -64,8 +64,8 @@ def balance_replicas(
         For every replica, the indices of its documents, in the order of the batch.
 
     Raises:
-        ValueError: if ``replicas`` is less than 1, or there are fewer than ``least`` documents for
-            every replica.
+        ValueError: if ``replicas`` is less than 1, or there are fewer than ``least`` documents per
+            replica.
     """
     documents = len(lengths)
     if not min(1, least) <= replicas * least <= documents:

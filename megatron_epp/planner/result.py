@@ -15,7 +15,7 @@ class PlannerResult:
         lower_bound_seconds: lower bound on ``seconds``, for these lengths and layers per stage.
         bubble_ratio: idle time of all ranks / (ranks x seconds).
         recompute_ratio: recompute time of all ranks / (ranks x seconds).
-        comm_ratio: exposed communication of all ranks / (ranks x seconds).
+        comm_ratio: exposed communication time of all ranks / (ranks x seconds).
         peak_bytes: peak bytes on a device of each pipeline rank; without a pipeline, of each group
             of devices and micro-batch.
         fits: whether the peaks are within the budgets.

@@ -51,7 +51,7 @@ OVERLAPPED = ("interleaved 2", EVENLY)  # placements that are also planned with 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Packing of one batch, or of all batches.
+    """How documents are packed, in one batch or in all batches.
 
     Attributes:
         seconds: predicted seconds of an iteration.
@@ -149,8 +149,6 @@ class MegatronSetup:
 def candidates(cost: Cost, batches: Sequence[Sequence[int]]) -> Iterator[MegatronSetup]:
     """Yield the placements, layers per stage and overlaps with which Megatron can run a job.
 
-    No batch is packed.
-
     Args:
         cost: cost model of the job; its placement and vocabulary parallelism do not matter.
         batches: document lengths of one replica in each batch, in tokens; the layers are balanced
@@ -192,8 +190,8 @@ def stock_of(
         batches: document lengths in tokens of one replica, or of one lockstep group, in each batch.
         cost: cost model of the job.
         options: planner options; only ``context`` and ``lockstep`` matter.
-        progress: function that wraps a list in a progress bar, given the number of items and a
-            title; None for no bar.
+        progress: function that is called with a list, its length and a title. It returns an
+            iterator over the list that shows a progress bar. None: no bar.
 
     Raises:
         ValueError: if no schedule fits the memory budget, a batch has no documents, or a length is

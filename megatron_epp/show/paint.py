@@ -70,8 +70,8 @@ def draw_timelines(*timelines: Timeline, width: float | None = None) -> Drawing:
 
     Args:
         *timelines: runs to draw, at least one; the legend shows the chunks of the first plan.
-        width: width in pixels; default: enough for chunk numbers on 80% of the bars, but from 1400
-            to ``WIDEST``.
+        width: width in pixels; default: enough for chunk numbers on 80% of the bars, but at least
+            1400 and at most ``WIDEST``.
     """
     if width is None:
         width = _width(timelines)

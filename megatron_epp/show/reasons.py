@@ -57,8 +57,8 @@ def wait_text(producer: Timed, need: Need, idle_since: float) -> str:
 def critical_path(plan: Plan, records: Sequence[Timed]) -> list[tuple[int, Op]]:
     """Return (stage, op) of the critical path from start to end, derived from the records.
 
-    The predecessor of an op is either the preceding op on its rank, or the last of the ops that it
-    depends on. The one that finished later is chosen.
+    Two ops may be the predecessor of an op on the path: the preceding op on its rank, and the last
+    of the ops that it depends on. The one that finished later is chosen.
     """
     if not records:
         return []

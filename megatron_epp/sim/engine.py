@@ -71,8 +71,8 @@ class Run(NamedTuple):
     """Events of a simulation: N ops in the order of ``Orders``, M messages in the order of sending.
 
     Attributes:
-        seconds: makespan in seconds; infinite if a rank waits forever: other fields are then
-            invalid.
+        seconds: makespan in seconds. If a rank waits forever, this is infinite, and the other
+            fields are invalid.
         peak: [ranks], peak bytes, including the resident bytes of all stages of the rank.
         left: [ranks], bytes at the end without the resident bytes; 0 for a complete plan.
         start: [N], start time in seconds.
@@ -231,7 +231,7 @@ def run_arrays(orders, arrays, needs):
     """Simulate ``orders``; return the fields of :class:`Run` as a tuple.
 
     The loop only reads local arrays. If it passed tuples of arrays to functions, numba would count
-    references for every op, which took two thirds of the time.
+    references for every op. This counting took two thirds of the time.
     """
     kinds, chunks, op_stage, offset = orders.kind, orders.chunk, orders.stage, orders.offset
     rank_of = orders.rank_of

@@ -54,7 +54,7 @@ def op_arrays(
     """Return the seconds and bytes of ``table`` as arrays.
 
     The first dimension ends with the last op kind (in the order of ir.KIND_CODE) that ``table``
-    contains. Other op kinds that it does not contain have zeros.
+    contains. Earlier op kinds that it does not contain have zeros.
 
     Args:
         table: seconds and bytes of the ops.

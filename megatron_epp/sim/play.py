@@ -101,7 +101,7 @@ class Simulation:
         idle_seconds: idle seconds of each rank.
         bubble_ratio: idle time of all ranks / (ranks * seconds).
         recompute_ratio: recompute time of all ranks / (ranks * seconds).
-        comm_ratio: exposed communication of all ranks / (ranks * seconds).
+        comm_ratio: exposed communication time of all ranks / (ranks * seconds).
         peak_bytes: peak bytes of each rank, including model states and buffers.
         left_bytes: bytes of each rank that no op has freed at the end; 0 for a complete plan.
     """

@@ -2,9 +2,8 @@
 
 Seconds are estimated at first and then measured, because the training loop may have layers of kinds
 that the cost model does not know. Ops of complete stages are timed while the loop runs
-(stage_seconds). If the user
-sets a memory budget in bytes, the cost model of a GPT model with the same sizes predicts the bytes.
-Otherwise, memory is counted in tokens.
+(stage_seconds). If the user sets a memory budget in bytes, the cost model of a GPT model with the
+same sizes predicts the bytes. Otherwise, memory is counted in tokens.
 """
 
 import dataclasses
@@ -85,7 +84,7 @@ class ActivationBudget:
         return Cost(StageLayout(self.profile, tuple(layers), tp=self.tp), budgets)
 
     def too_little(self, of: str, tokens: int) -> PlanError:
-        """Return the error for the case that no order of ops fits the budget.
+        """Return the error to raise if no order of ops fits the budget.
 
         The message names the kind of chunks, ``of``, and the longest micro-batch's ``tokens``.
         """
@@ -167,7 +166,7 @@ class CallDocuments:
     """Documents of the micro-batches of a replica's call.
 
     Attributes:
-        lengths: lengths[m] contains the tokens of every document of micro-batch m.
+        lengths: lengths[m] contains the number of tokens of every document of micro-batch m.
         parents: parents[m][d] is the document that document d of micro-batch m continues, or -1;
             () if no document continues another.
     """
@@ -193,7 +192,7 @@ class CallChunks:
 
     Attributes:
         chunking: groups in the order of their forwards.
-        documents: number of tokens of each document, of one replica after the other.
+        documents: number of tokens of each document; the documents of replica 0 are first.
         prefixes: for each document, the span that it continues, or None; () if no document
             continues another.
         firsts: index of the first document of each replica.
@@ -333,7 +332,7 @@ def token_table(
 
 
 def byte_table(call: CallChunks, rates_SK3: np.ndarray, cost: Cost, again: np.ndarray) -> Table:
-    """Return the seconds and bytes of a call's ops; a cost model predicts the bytes.
+    """Return the seconds and bytes of a call's ops, with bytes predicted by a cost model.
 
     The last chunk of a micro-batch holds its logits from forward to backward, because the loss
     follows its forward. Earlier slices recompute their logits during their backwards.
@@ -342,7 +341,7 @@ def byte_table(call: CallChunks, rates_SK3: np.ndarray, cost: Cost, again: np.nd
         call: the chunks.
         rates_SK3: [stages, op kinds, 3] measured seconds per token, query-key pair and op.
         cost: cost model that predicts the bytes.
-        again: [stages, chunks], number of layers to recompute.
+        again: [stages, chunks] number of layers to recompute.
     """
     layers = np.array(cost.layout.layers)[:, None]
     counts: Counts = {(0, FULL): again, (0, KEEP): layers - again}

@@ -40,12 +40,13 @@ class CallOptions:
     def budgets(self, held: np.ndarray) -> Iterator[np.ndarray]:
         """Yield rising budgets [ranks] of the memory held between forward and backward.
 
-        All ranks have equal memory. Every rank may therefore hold as much as 1F1B held on the
-        fullest rank in this or an earlier call. The first budget is ``held``. The others are
-        multiples of the maximum of ``held``, equal on all ranks, up to this limit.
+        The first budget is ``held``. Every other budget is equal on all ranks, and a multiple of
+        the maximum of ``held``. The limit is what 1F1B held on the fullest rank in this or an
+        earlier call, because all ranks have equal memory.
 
         Args:
-            held: [ranks] what Megatron's 1F1B holds in this call, in units of ``token_bytes``.
+            held: [ranks] memory that Megatron's 1F1B holds in this call, in units of
+                ``token_bytes``.
         """
         yield held
         most = max(float(held.max()), self.had_bytes)

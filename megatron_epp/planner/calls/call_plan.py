@@ -37,12 +37,13 @@ def call_plans(
 ) -> tuple[Plan, ...]:
     """Return the fastest plan of each replica, with micro-batches sliced or unsliced.
 
-    Several replicas run in lockstep: their plans have the same ops and recompute. A chunk takes as
-    long as on the slowest replica, and holds as much as on the fullest.
+    If there are several replicas, they run in lockstep: their plans have the same ops and the same
+    recompute. A chunk takes as long as on the slowest replica, and holds as many bytes as on the
+    fullest one.
 
-    With one stage, slicing saves memory but no time. Only micro-batches that do not fit
-    ``options.memory`` are then sliced, unless documents share prefixes. Without ``options.cut``,
-    every micro-batch is one chunk.
+    Without ``options.cut``, every micro-batch is one chunk. With one stage, slicing saves memory
+    but no time. If ``options.memory`` is given and no documents share prefixes, only micro-batches
+    that do not fit are then sliced.
 
     Args:
         replicas: documents of every replica's micro-batches.

@@ -112,8 +112,8 @@ def best_order(
         sizes: [groups] number of chunks of every group (micro-batch).
         split: whether backwards may be split into I and W.
         reorder: whether groups may run in another order.
-        ops: number of ops that the search may simulate; raised if it does not suffice to try every
-            policy.
+        ops: number of ops that the search may simulate. If it does not suffice to try every policy,
+            the search simulates more.
         budgets: ascending memory budgets [stages], which are searched in turn. The result fits in
             the last one. If empty, the problem's own budget is used.
     """

@@ -2,8 +2,8 @@
 
 InfiniPipe's diagonal program computes the least recompute for a given order, but the search for
 orders needs the recompute first. The search therefore runs once for each of these choices: none,
-the recompute that 1F1B requires, the recompute for one micro-batch at a time, half of all layers,
-and all layers. Recompute that the resulting order does not require is then removed.
+the recompute that 1F1B requires, the recompute that one micro-batch at a time requires, half of all
+layers, and all layers. Recompute that the resulting order does not require is then removed.
 """
 
 import dataclasses

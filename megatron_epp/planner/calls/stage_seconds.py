@@ -3,10 +3,10 @@
     seconds of an op = token x tokens + pair x query-key pairs + op
 
 This module fits the coefficients ``token``, ``pair`` and ``op`` to the times of training calls, so
-measurements take no extra time. The first call is ignored, because it includes one-time work.
-If the estimates for all micro-batches are wrong by one common factor, the chosen order is right.
-If recent calls did not run an op kind (such as B, if all backwards are split), its last measured
-coefficients are used. They are scaled by the slowdown of the forwards since that measurement.
+measurements take no extra time. The first call is ignored, because it includes one-time work. The
+choice of an order is right even if all estimates are wrong by the same factor. If recent calls did
+not run an op kind (such as B, if all backwards are split), its last measured coefficients are used.
+They are scaled by the slowdown of the forwards since that measurement.
 """
 
 from collections import deque
@@ -50,8 +50,9 @@ class StageSeconds:
     def saw(self, chunks_3C: np.ndarray, records: tuple[Timed, ...]) -> None:
         """Add the records of a training call.
 
-        The rates are fitted again after each of the first calls, every SELDOM-th call, and a call
-        whose time differs from its prediction by more than the fraction OFF.
+        The rates are fitted again after each of the first calls, and after every SELDOM-th call.
+        They are also fitted again after a call whose time differs from its prediction by more than
+        the fraction OFF.
 
         Args:
             chunks_3C: [3, chunks] tokens, query-key pairs and 1.

@@ -1,4 +1,4 @@
-"""Choice of placement, layers per stage and vocabulary parallelism by plans of some batches.
+"""Choice of placement, layers per stage and vocabulary parallelism, from plans of some batches.
 
 Weights do not move between iterations, so the choice holds for a whole run. :func:`run_choice`
 plans the batches with every candidate. The result depends only on the function's arguments.
@@ -79,8 +79,9 @@ class RunChoice:
         seconds: for each planned candidate, total seconds of the plans of all batches; None if a
             batch does not fit, or if there is only one candidate. The first candidate is the
             default of the run.
-        slow_gain: fraction of the default's time that the choice saves on hosts SLOW_HOST times as
-            slow; infinite if the default does not fit; None if the host time is measured.
+        slow_gain: fraction of the default's time that the choice saves on hosts that are SLOW_HOST
+            times as slow as assumed; infinite if the default does not fit; None if the host time is
+            measured.
     """
 
     cost: Cost
@@ -168,7 +169,8 @@ def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]
 def heaviest_part(batch: Batch, cost: Cost, options: Options, planner: str) -> Batch:
     """Return the part of ``batch`` of the replica (or lockstep group) with the most work.
 
-    If ``planner`` computes shared prefixes once, it is a forest where ``batch`` is one.
+    The part is a forest if ``batch`` is a forest and ``planner`` computes shared prefixes once.
+    Otherwise, it contains lengths.
     """
     replicas, lengths = cost.layout.dp, lengths_of(batch)
     computes_once = PLANNERS[planner].takes_prefixes and replicas <= len(lengths)
@@ -190,16 +192,17 @@ def run_choice(
     words: int = 0,
     run: Runner = in_turn,
 ) -> RunChoice:
-    """Return the fastest candidate for ``batches`` that pays, or the default if none pays.
+    """Return the fastest candidate that pays for ``batches``, or the default if none pays.
 
     A candidate pays if it saves at least a certain fraction (PARTITION_PAYS, PLACEMENT_PAYS or
     VOCABULARY_PAYS) of the time of the candidate chosen before it, which is the default at first.
 
     Only the replica (or lockstep group) with the most work in each batch is planned. Candidates are
     first planned for the first batch with little effort. The default and the fastest candidates
-    with its placement are then planned for all batches, and so are the FINALISTS fastest others,
-    until one of them pays. If the host time is assumed, candidates that differ in more than layers
-    per stage must also pay on hosts that are slower (:mod:`.slow_hosts`).
+    with its placement are then planned for all batches. At most FINALISTS candidates with other
+    placements follow, the fastest first, until one of them pays. If the host time is assumed,
+    candidates that differ in more than layers per stage must also pay on hosts that are slower
+    (:mod:`.slow_hosts`).
 
     Args:
         cost: cost model of the default stages and layers, one stage per rank unless ``placements``

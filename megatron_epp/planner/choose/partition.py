@@ -1,10 +1,10 @@
 """Partition of the layers into stages that minimizes the slowest stage's time, within memory.
 
-A stage holds contiguous layers; AdaPtis (arXiv 2509.23722) also moves the boundaries of stages. A
-partition is chosen once per run, because weights do not move between iterations. The choice uses
-the document lengths expected from the corpus. First, this module finds the exact optimum of summed
-layer times. Then choice.run_choice plans whole batches, because memory and late slices of long
-documents may favor another partition.
+Like AdaPtis (arXiv 2509.23722), this module moves the boundaries between stages, which hold
+contiguous layers. A partition is chosen once per run, because weights do not move between
+iterations. The choice uses the document lengths expected from the corpus. First, this module
+minimizes the largest sum of layer times of a stage. Then choice.run_choice plans whole batches,
+because memory and late slices of long documents may favor another partition.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Hosts that issue ops slower than the cost model assumes.
 
 Training measures the time of its host, but keeps the stages that were chosen before. A plan in a
-file keeps its chunks, too: on slow hosts, many small chunks take long.
+file also keeps its chunks, and many small chunks take long on slow hosts.
 """
 
 from collections.abc import Sequence

@@ -32,10 +32,10 @@ from megatron_epp.sim.jit import njit
 class BlockChunking(Chunking):
     """Chunks of a lockstep group of replicas; ``members`` are the chunkings of its replicas.
 
-    Chunk k of all members runs at the same time. In the arrays, its entries are those of the member
-    whose chunk k is the slowest, but ``tokens`` and ``slice_tokens`` are maxima over the members.
-    ``document`` is the index of the chunk's group, or -1 if the group has only one chunk. All
-    members have the same groups, and the same order of backwards.
+    Chunk k of all members runs at the same time. Entry k of ``tokens`` and ``slice_tokens`` is the
+    maximum over the members. Entry k of the other arrays of chunks is that of the member whose
+    chunk k is the slowest. ``document`` is the index of the chunk's group, or -1 if the group has
+    only one chunk. All members have the same groups, and the same order of backwards.
     """
 
     members: tuple[Chunking, ...]

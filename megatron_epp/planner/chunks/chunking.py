@@ -21,8 +21,8 @@ class Chunking:
         spans: spans of documents in all chunks.
         chunk: [spans] index of the chunk of every span.
         starts: [groups + 1]; group g consists of the chunks starts[g] to starts[g + 1] - 1.
-        tokens: [chunks] tokens of every chunk.
-        pairs: [chunks] query-key pairs of every chunk.
+        tokens: [chunks] number of tokens of every chunk.
+        pairs: [chunks] number of query-key pairs of every chunk.
         document: [chunks] sliced document of which the chunk holds a slice, or -1.
         slice_tokens: [chunks] number of tokens of this slice, or 0.
         rank: [spans] context-parallel rank that computes the span alone, or ALL_RANKS. None: all

@@ -6,9 +6,9 @@
 If one rank can compute a document within about a chunk's time, it does so alone. Each of these
 documents, longest first, goes to the chunk and rank with the least seconds so far. Longer documents
 are sharded over all ranks, and may be sliced. All ranks of a chunk are padded (.) to the tokens of
-the fullest rank, and the chunk takes as long as its slowest rank. In packs without sharded
-documents, all sets of documents for one rank are therefore sorted by tokens, so that the sets of a
-pack have similar numbers of tokens.
+the fullest rank, and the chunk takes as long as its slowest rank. A pack without sharded documents
+consists of one set of documents per rank. These sets are therefore sorted by tokens, so that the
+sets of a pack have similar numbers of tokens.
 """
 
 import dataclasses
@@ -79,8 +79,9 @@ def local_chunks(
         first: index of the first single-rank document.
         target_seconds: seconds of a chunk.
         cut: time of a slice as a fraction of a chunk's time.
-        missing: [last packs] fraction of a chunk's time that each of the last packs lacks.
-        extra_bins: number of packs beyond those that even filling requires; may be negative.
+        missing: [last packs] fraction of a chunk's time by which each of the last packs is shorter.
+        extra_bins: number of packs in addition to those that are required if packs are filled
+            evenly; may be negative.
         rates: seconds per token, query-key pair and chunk.
         most_tokens: maximum number of tokens of a chunk.
         multiple: number of tokens; slice boundaries are multiples of it.

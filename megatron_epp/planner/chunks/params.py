@@ -33,9 +33,10 @@ class ChunkingParams:
         chunks: approximate number of chunks.
         cut: time of a slice as a fraction of a chunk's time; UNCUT: a document is sliced only if it
             is too long for one chunk.
-        extra_bins: number of packs beyond those that even filling requires; may be negative.
-        front: index into TAPERS, which contains the sizes of the small packs at the start. For
-            documents with shared prefixes, an index into trees.ENDS.
+        extra_bins: number of packs in addition to those that are required if packs are filled
+            evenly; may be negative.
+        front: index into TAPERS, which contains the sizes of the small packs at the start. If
+            documents share prefixes, it is an index into trees.ENDS instead.
         back: the same for the small packs at the end.
         reverse: whether chunks of short documents run first.
         bare: whether to recompute only as much as is required if one document at a time is in

@@ -19,7 +19,7 @@ class Rates:
 
         seconds = token_seconds * tokens + pair_seconds * pairs + chunk_seconds
 
-    plus, for some layers, seconds of sliding-window attention and of other columns.
+    Some layers add seconds (``window_seconds`` and ``column_seconds``).
 
     Attributes:
         token_seconds: seconds per token.
@@ -51,7 +51,7 @@ class Rates:
     def seconds(self, tokens, pairs):
         """Return the seconds of ``tokens`` and query-key ``pairs``, which are numbers or arrays.
 
-        The result does not include ``chunk_seconds``, windows and columns.
+        The result excludes ``chunk_seconds``, ``window_seconds`` and ``column_seconds``.
         """
         return self.token_seconds * tokens + self.pair_seconds * pairs
 
@@ -70,8 +70,8 @@ class Rates:
         Args:
             spans: spans of documents in all chunks.
             chunk: [spans] index of the chunk of every span.
-            tokens: [chunks] tokens of every chunk.
-            pairs: [chunks] query-key pairs of every chunk.
+            tokens: [chunks] number of tokens of every chunk.
+            pairs: [chunks] number of query-key pairs of every chunk.
         """
         taken = self.seconds(tokens, pairs)
         if not (self.window_seconds or self.column_seconds):
@@ -129,7 +129,7 @@ def equal_points(length: int, slices: int, rates: Rates, multiple: int = 1) -> n
     If the document is too short, there are fewer slices. ``rates.column_seconds`` are ignored.
 
     Args:
-        length: tokens of the document.
+        length: number of tokens of the document.
         slices: number of slices.
         rates: seconds per token, query-key pair and chunk.
         multiple: number of tokens; inner boundaries are multiples of it, so that at most the last
@@ -233,10 +233,10 @@ Cutter = Callable[[np.ndarray, float, Rates, int, int], Cuts]
 
 
 def remembered(cutter: Cutter = cut_each) -> Cutter:
-    """Return ``cutter`` with a cache, which distinguishes calls by document count and target.
+    """Return ``cutter`` with a cache of its results by document count and target.
 
-    All calls must therefore have the same other arguments. The documents must be the longest ones
-    of one batch; their number may differ.
+    The documents of every call must be the longest ones of one batch; their number may differ. All
+    other arguments must be the same in all calls.
     """
     known: dict[tuple[int, float], Cuts] = {}
 

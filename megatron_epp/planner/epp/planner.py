@@ -157,8 +157,8 @@ def _by_set(
 def can_be_local(cost: Cost, options: Options) -> bool:
     """Return whether single-rank documents (of one context-parallel rank) can save time.
 
-    The result is False without the lever `local`, for replicas in lockstep, which shard all
-    documents, and if the layers have no all-to-all between context-parallel ranks.
+    The result is False without the lever `local`, or if the layers have no all-to-all between
+    context-parallel ranks. It is also False for replicas in lockstep, which shard all documents.
     """
     if "local" not in options.levers or options.lockstep > 1:
         return False

@@ -71,7 +71,7 @@ class PreparedChunking:
 
     Attributes:
         chunking: the chunks.
-        loads: tokens and query-key pairs of the chunks.
+        loads: numbers of tokens and query-key pairs of the chunks.
         counts: number of layers [stages, chunks] by (layer kind, recompute mode).
         problems: scheduling problems of the chunks, for any ``counts``.
         work: the scheduling problem for ``counts``.
@@ -154,9 +154,9 @@ class Preparation:
         Args:
             chunking: the chunks.
             bare: whether to assume from the start that one document at a time is in flight.
-            hopeless: function of the chunking without recompute, called if this does not fit,
-                layers may not be offloaded and ranks have one stage. It returns True if no plan can
-                be good enough; the result is then None.
+            hopeless: function that returns True if no plan can be good enough; the result is then
+                None. Its argument is the chunking without recompute. It is only called if that does
+                not fit, layers may not be offloaded, and ranks have one stage.
             problems: scheduling problems of the chunking, if they exist already.
         """
         problems = problems or self.problems([chunking])[0]

@@ -325,9 +325,9 @@ def trimmed[T](
 ) -> T:
     """Return the best candidate found by reducing the recompute of ``best``.
 
-    First, all recompute counts are scaled. Then the counts on one diagonal (backwards that run at
-    the same time on different stages) after the other are reduced, those with the most layers
-    first.
+    First, all recompute counts are scaled. Then the counts of each diagonal are reduced, one
+    diagonal after the other, starting with those with the most layers. A diagonal consists of
+    backwards that run at the same time on different stages.
 
     Args:
         best: candidate to start from.

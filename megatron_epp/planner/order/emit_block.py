@@ -32,8 +32,9 @@ class PlannedBlock:
     Attributes:
         assignments: for every replica, the indices of its documents in the batch.
         planned: plan of every replica.
-        ends: for every replica, the documents of its plan in which the documents of the batch end
-            (:class:`megatron_epp.ir.Step`); () if no document has a prefix.
+        ends: for every replica and each of its documents of the batch, the index of the plan's
+            document in which it ends (:class:`megatron_epp.ir.Step`); () if no document has a
+            prefix.
     """
 
     assignments: tuple[tuple[int, ...], ...]

@@ -4,8 +4,9 @@ On every stage, forwards run in chunk order and backwards in backward order. A p
 chooses between three ops: the next F, the next B (or I), and the oldest waiting W. If several
 stages of a rank can run an F, the rank takes the last of these stages, or the first one if
 ``Policy.deep`` is False. For B, H, W and G it takes the first stage that can run the op. Each op
-allocates and frees bytes of its rank by the rule table. An F waits if it would leave too little
-memory for the rank's backwards. If no rank can run an op within its memory, an F exceeds it.
+allocates and frees bytes of its rank, as the rule table (ir.rules) defines. An F waits if it would
+leave too little memory for the rank's backwards. If no rank can run an op within its memory, an F
+exceeds it.
 
 With vocabulary parallelism, an H runs as soon as its rank is free and its input has arrived. The H
 of the same chunk on later stages wait for this H, and the last stage's B waits for all of them. A

@@ -122,8 +122,8 @@ def _placed_policies(split: bool, *, many: bool, tight: bool) -> Iterator[Policy
 def late_splits(policy: PolicyParams) -> Iterator[PolicyParams]:
     """Yield variants of ``policy`` that split only a rank's last backwards.
 
-    I and W take longer than B, which pays only where W fills gaps. Most gaps that W can fill are in
-    the drain of the pipeline.
+    I and W take longer than B, so splitting pays only where W fills gaps. Most gaps that W can fill
+    are in the drain of the pipeline.
     """
     for unsplit in UNSPLIT:
         yield dataclasses.replace(

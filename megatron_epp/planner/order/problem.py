@@ -54,7 +54,7 @@ def rates_of(cost: Cost) -> Rates:
 
 
 def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Loads:
-    """Return the tokens, pairs and slices of each chunk of ``chunking``, for the cost model.
+    """Return the numbers of tokens and pairs, and the slices, of each chunk of ``chunking``.
 
     ``lengths`` [documents] are in tokens, in the order of the documents' numbers in ``chunking``.
     Tokens include padding to a multiple of ``multiple``, but pairs do not. For a lockstep group of
@@ -188,7 +188,7 @@ class ChunkProblems:
     Args:
         cost: cost model, including the stages and parallel degrees.
         chunking: the chunks.
-        loads: tokens and query-key pairs of the chunks.
+        loads: numbers of tokens and query-key pairs of the chunks.
         split: whether to compute I and W, which only split backwards use.
     """
 
@@ -209,7 +209,7 @@ class ChunkProblems:
         loads: Sequence[Loads],
         split: bool = True,
     ) -> "list[ChunkProblems]":
-        """Build the problems of several chunkings together, in little more time than one.
+        """Build the problems of several chunkings together, which takes little longer than one.
 
         Args:
             cost: cost model, including the stages and parallel degrees.

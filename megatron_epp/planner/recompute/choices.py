@@ -36,7 +36,7 @@ def ladder(cost: Cost, loads: Loads, modes: Iterable[str] = SELECTIVE, kind: int
 
     Args:
         cost: cost model, including the stages and parallel degrees.
-        loads: tokens and query-key pairs of the chunks.
+        loads: numbers of tokens and query-key pairs of the chunks.
         modes: selective recompute modes to consider.
         kind: index of the layer kind.
     """
@@ -70,7 +70,7 @@ def freed_bytes(cost: Cost, loads: Loads, steps: str, kind: int = 0) -> np.ndarr
 
     Args:
         cost: cost model, including the stages and parallel degrees.
-        loads: tokens and query-key pairs of the chunks.
+        loads: numbers of tokens and query-key pairs of the chunks.
         steps: recompute modes in ascending order of freed bytes (:func:`ladder`).
         kind: index of the layer kind.
     """
@@ -96,7 +96,7 @@ def diagonal_counts(
     Args:
         solver: solver of the program.
         cost: cost model, including the stages and parallel degrees.
-        loads: tokens and query-key pairs of the chunks.
+        loads: numbers of tokens and query-key pairs of the chunks.
         kept: the scheduling problem without recompute.
         least: [stages, chunks] number of forwards before each backward.
         integer: whether to solve the integer program instead of its relaxation.

@@ -26,8 +26,8 @@ class MemoryRows:
 
     Row r consists of the entries starts[r] to starts[r + 1] - 1 of ``slot`` (indices of columns)
     and ``freed`` (bytes per layer). A step changes a layer to a recompute mode that frees more
-    bytes. There are ``steps`` steps and ``slots`` slots (diagonals through the stages). Column
-    step * slots + slot is the number of layers of a slot that take the step.
+    bytes. A slot is a diagonal through the stages. ``steps`` is the number of steps, and ``slots``
+    that of slots. Column step * slots + slot is the number of layers of a slot that take the step.
     """
 
     slots: int

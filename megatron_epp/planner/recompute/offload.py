@@ -36,7 +36,7 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class HostHeadroom:
-    """Limit ``budget_bytes`` of host memory for the offloaded layers of one rank.
+    """Limit of host memory, ``budget_bytes``, for the offloaded layers of one rank.
 
     Where a rank has several stages or layer kinds, :func:`layers_offloaded` divides the limit.
     ``at_once`` is whether the offloaded layers of all chunks must fit at the same time, so that
@@ -93,7 +93,7 @@ def layers_offloaded(
 
     Args:
         cost: cost model, including the stages and parallel degrees.
-        loads: tokens and query-key pairs of the chunks.
+        loads: numbers of tokens and query-key pairs of the chunks.
         host: limit of the host memory for the offloaded layers of one rank.
         least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
         backward: [chunks] chunks in the order of their backwards.

@@ -40,8 +40,8 @@ class ScoredDraft:
 def better(best: ScoredDraft | None, bound_seconds: float, below: float) -> bool:
     """Return whether a plan with lower bound ``bound_seconds`` may be better than ``best``.
 
-    ``best`` may be None or not fit in memory; any plan may then be better. The result is False if
-    the bound is not less than ``below`` seconds.
+    The result is False if the bound is ``below`` seconds or more. Otherwise, any plan may be better
+    if ``best`` is None or does not fit in memory.
     """
     return bound_seconds < below and (
         best is None or best.over_bytes > 0 or bound_seconds < best.seconds

@@ -63,8 +63,8 @@ def capacity(layouts: Iterable[Layout], cost_for: Callable[[Layout], Cost]) -> C
     A layout's limit is the length of the longest document that fits in memory. A later layout
     replaces an earlier one only if its limit is at least about 1% higher.
 
-    ``cost_for`` returns the cost model of a layout. It raises a ValueError if the model states
-    do not fit.
+    ``cost_for`` must return the cost model of a layout. It must raise a ValueError if the model
+    states do not fit.
     """
     tried = fitting = tokens = 0
     best: Layout | None = None

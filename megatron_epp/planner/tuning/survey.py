@@ -245,8 +245,8 @@ def survey(
             and several stages per rank for the best layouts.
         vocabulary: vocabulary parallelism of the ``epp`` planner: off, on, or auto (if faster).
         words: size of the vocabulary; 0 if unknown.
-        progress: function that wraps an iterable in a progress bar, given the number of items and a
-            title.
+        progress: function that is called with some items, their number and a title. It returns an
+            iterator over the items that shows a progress bar.
         run: function that maps a function over tasks, for example in worker processes.
     """
     costs: dict[Layout, Cost] = {}
@@ -678,8 +678,8 @@ def heaviest_plan(
         planner: name of the planner.
 
     Returns:
-        The planned replica, then the exposed and the overlapped seconds of gradient reduction and
-        parameter gathers.
+        The planned replica (with replicas in lockstep, the one with the highest memory peak); then
+        the exposed and the overlapped seconds of gradient reduction and parameter gathers.
 
     Raises:
         ValueError: if no plan fits the memory budget.

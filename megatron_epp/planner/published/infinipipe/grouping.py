@@ -27,7 +27,7 @@ class RecomputeIlps:
     Args:
         solver: solver of the integer programs.
         chunking: the chunks.
-        loads: tokens and query-key pairs of the chunks.
+        loads: numbers of tokens and query-key pairs of the chunks.
         cost: cost model, including the stages and parallel degrees.
         headroom_bytes: [stages] bytes available besides the model states.
     """
