@@ -126,7 +126,7 @@ def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[La
 
 
 def runs_of_plan(memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts) -> list[LayerRun]:
-    """Return the runs of layers with the recompute modes of ``plan``, last layers first.
+    """Return the runs of layers with the recompute modes of ``plan``: offloaded, then last first.
 
     Args:
         memory: memory model of the cost.

@@ -53,8 +53,8 @@ def op_arrays(
 ) -> OpArrays:
     """Return the seconds and bytes of ``table`` as arrays.
 
-    The first dimension ends with the last op kind (in the order of ir.KIND_CODE) that ``table``
-    contains. Earlier op kinds that it does not contain have zeros.
+    The first dimension of ``seconds`` ends with the last op kind (in the order of ir.KIND_CODE)
+    that ``table`` contains. Earlier op kinds that it does not contain have zeros.
 
     Args:
         table: seconds and bytes of the ops.

@@ -95,7 +95,8 @@ def launch_script(
         hosts: host names in the order of node ranks; () if they are unknown.
 
     Raises:
-        ValueError: if ``choice`` uses Megatron's own schedule, and Megatron cannot run it.
+        ValueError: if ``choice`` uses Megatron's own schedule, and Megatron cannot run it, or no
+            length of samples matches the batches.
     """
     model, config, arguments = job.model, job.config, job.arguments
     of_model, stock = _parts(job, choice)

@@ -200,7 +200,8 @@ class Network:
         node_devices: number of devices of a node.
         host_devices: number of devices of a host; less than ``node_devices`` if a node (an NVLink
             domain) consists of several hosts.
-        inside_bytes_per_second: rates of an all-to-all inside a node, by group size.
+        inside_bytes_per_second: rates of an all-to-all inside a node, by group size; of bytes that
+            leave the device if ``copy_bytes_per_second`` is set, else of all bytes.
         across_bytes_per_second: measured rates of an all-to-all over whole nodes, by group size.
         ring_bytes_per_second: rates of gathers and scatters inside a node, by group size.
         share_bytes_per_second: one device's fraction of the rate of its node's link.

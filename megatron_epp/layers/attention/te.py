@@ -1,6 +1,6 @@
 """Attention by Transformer Engine's DotProductAttention, the fastest kernels on supported GPUs.
 
-For slices, these points matter; a mistake raises no error (checked in version 2.20):
+For slices, these points matter; most mistakes raise no error (checked in version 2.20):
 
 - The mask is ``padding_causal_bottom_right``. ``padding_causal`` with fewer queries than keys is
   aligned at the top left. Without context the two masks are equal, but with

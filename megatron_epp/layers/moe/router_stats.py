@@ -319,7 +319,8 @@ class RouterStats:
     def losses(self) -> dict[str, Tensor]:
         """Return this rank's part of every router loss: name in the log -> tensor [layers].
 
-        The losses are sums over this replica's pools, not multiplied by their coefficients.
+        The losses are sums over this replica's pools, not multiplied by their coefficients. They
+        are complete after all backwards.
         """
         losses: dict[str, Tensor] = {}
         if self._auxiliary_L is not None:

@@ -119,7 +119,7 @@ def wrap_mlp(mlp: nn.Module, dropped: DroppedOutputs):
 
 
 def wrap_consumer(linear: nn.Module, dropped: DroppedOutputs, last: bool = True):
-    """Wrap a linear to save a recompute handle if its input was dropped by an earlier module.
+    """Wrap a linear so that it saves, for an input that was dropped, a handle that recomputes it.
 
     ``last`` says whether this linear is the last module of the pass that reads the input.
     """

@@ -1,7 +1,8 @@
 """Choice of placement, layers per stage and vocabulary parallelism, from plans of some batches.
 
 Weights do not move between iterations, so the choice holds for a whole run. :func:`run_choice`
-plans the batches with every candidate. The result depends only on the function's arguments.
+plans the first batch with the candidates, and all batches with the fastest of them. The result
+depends only on the function's arguments.
 """
 
 import dataclasses

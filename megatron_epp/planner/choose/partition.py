@@ -145,7 +145,7 @@ def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
 
 
 def layout_flags(layers: Sequence[int], mtp_layers: int = 0) -> list[str]:
-    """Return Megatron's flags for ``layers`` per stage; [] if all stages have equally many.
+    """Return Megatron's flags for ``layers`` per stage; [] if decoder layers are even.
 
     The last ``mtp_layers`` layers are MTP layers, which do not count as decoder layers.
     """

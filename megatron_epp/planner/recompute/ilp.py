@@ -56,7 +56,7 @@ def memory_rows(
     The row of a backward limits the highest memory since the stage's previous backward.
 
     Args:
-        least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
+        least: [stages, chunks] number of forwards before the k-th backward (planner.order.warmup).
         backward_order: [chunks] chunks in the order of their backwards.
         moves: [kinds, 2, stages, chunks] bytes that F and B allocate and free without recompute
             (OpArrays.moved_bytes).
@@ -191,7 +191,7 @@ def solve_order(
 
     Args:
         solver: the solver.
-        least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
+        least: [stages, chunks] number of forwards before the k-th backward (planner.order.warmup).
         backward_order: [chunks] chunks in the order of their backwards.
         moves: [kinds, 2, stages, chunks] bytes that F and B allocate and free without recompute
             (OpArrays.moved_bytes).
