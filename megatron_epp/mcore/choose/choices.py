@@ -89,6 +89,7 @@ def choose(args: Any, parts: Any = None) -> list[str]:
     blend = choose_blend(args)
     rows = choose_row_multiple(args, parts)  # first: the other choices use padded chunks
     lines = blend, *choose_stages(args, parts), rows, _overlong_line(args, parts)
+    first_documents.cache_clear()  # the tokens of chats would stay in memory on every rank
     return [line for line in lines if line]
 
 
