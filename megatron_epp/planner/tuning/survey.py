@@ -392,14 +392,16 @@ def _finals(
     finalists = near[: 2 * FINALISTS] if len(near) > FINALISTS else elastic[:FINALISTS]
     # The default may be a choice that is not tight, so the fastest such choice is a finalist, too.
     most = min((c.seconds for c in choices), default=0.0) * (1 + HEADROOM_COSTS + 2 * MARGIN)
-    roomy = [c for c in elastic if not c.tight and c.seconds <= most][:1]
-    asked = dict.fromkeys((*finalists, *roomy))
+
+    def roomy(ordered: list[Choice]) -> list[Choice]:
+        return [c for c in ordered if not c.tight and c.seconds <= most][:1]
+
+    asked = dict.fromkeys((*finalists, *roomy(elastic)))
     tasks = [(c, cost := costs[c.layout], batches[0], options, how_of(cost)) for c in asked]
     placed = sorted(progress(run(_with_stages, tasks), len(tasks), "stages"), key=_order)
-    work = placed[:FINALISTS]
-    work += [c for c in placed[FINALISTS:] if c.layout in [each.layout for each in roomy]]
-    roomy = [c for c in stock if not c.tight and c.seconds <= most][:1]
-    work += dict.fromkeys((*stock[:FINALISTS], *roomy))
+    kept = {c.layout for c in roomy(elastic)}
+    work = [c for at, c in enumerate(placed) if at < FINALISTS or c.layout in kept]
+    work += dict.fromkeys((*stock[:FINALISTS], *roomy(stock)))
     finals = [(choice, costs[choice.layout], batches, options) for choice in work]
     evaluated = [
         each
